@@ -18,7 +18,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import triton
@@ -90,6 +90,28 @@ def bind_to_grids(compiled: Any) -> LaunchOn | None:
 
     # made for every length: less than functions of it
     return partial(partial, holding(compiled, in_a_tuple if as_tuple else one_by_one))
+
+
+Binder = TypeVar("Binder")
+
+
+class LatestKernel(Generic[Binder]):
+    """The latest of the compiled kernels that launches were bound of, and what binds them.
+
+    bind   bind(compiled): what binds launches of a kernel; None: no way is known
+    """
+
+    def __init__(self, bind: Callable[[Any], Binder | None]) -> None:
+        self.bind = bind
+        self.latest: tuple[Any, Binder | None] = (None, None)
+
+    def binder(self, compiled: Any) -> Binder | None:
+        """What binds launches of a kernel, made once while that is the latest."""
+        known, found = self.latest
+        if known is not compiled:
+            found = self.bind(compiled)
+            self.latest = compiled, found  # at once, as other threads may ask
+        return found
 
 
 def launch_by_name(

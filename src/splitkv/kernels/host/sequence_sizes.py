@@ -162,17 +162,23 @@ CallLayout = tuple[tuple[int, int, int], tuple[Any, Any], tuple[Any, Any, Any]]
 sequences), (shapes of q and k), (strides of q, k and v)). A plain tuple, as every call makes it."""
 
 
+def operand_layouts(here: CallLayout, v_shape: Sequence[int]) -> tuple[Layout, Layout, Layout]:
+    """The layouts of q, k and v; v_shape: of values."""
+    (q_shape, k_shape), (of_q, of_k, of_v) = here[1], here[2]
+    of_keys = k_shape, of_k
+    of_values = of_keys if of_v == of_k and v_shape == k_shape else (v_shape, of_v)
+    return (q_shape, of_q), of_keys, of_values
+
+
 def layouts_at(here: CallLayout, v_shape: Sequence[int], out: Layout | None) -> SequenceLayouts:
     """The SequenceLayouts of tensors.
 
     v_shape   of values; out: the layout of the output, if that is given
     """
-    (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
+    (queries, keys, batch), q_shape = here[0], here[1][0]
     total = q_shape[0] if len(q_shape) == 3 else q_shape[0] * q_shape[1]
-    of_keys = k_shape, of_k
-    of_values = of_keys if of_v == of_k and v_shape == k_shape else (v_shape, of_v)
     lengths = SequenceLengths(queries, keys, total, batch)
-    return SequenceLayouts(lengths, (q_shape, of_q), of_keys, of_values, out)
+    return SequenceLayouts(lengths, *operand_layouts(here, v_shape), out)
 
 
 class SequenceSizes(NamedTuple):
