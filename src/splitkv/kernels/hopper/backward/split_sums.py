@@ -111,7 +111,7 @@ def add_up_left(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
-    """Does the work of a program that adds up: of a head where there are sink logits, or of keys."""
+    """Does the work of a program that adds up: of a head, where there are sink logits, or keys."""
     if number < sink_programs:
         if left.sinks is not None:
             sum_sinks(left.sinks, number, left.numbers)
