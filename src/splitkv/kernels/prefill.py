@@ -611,8 +611,11 @@ class Attention(torch.autograd.Function):
         launcher, x, seed = call
         out, lse = launcher.forward(x, seed)
         sinks, slopes, cu_q, cu_k = x.sink_logits, x.alibi_slopes, x.cu_seqlens_q, x.cu_seqlens_k
-        if sinks is None and slopes is None and cu_q is None and seed is None:
-            ctx.save_for_backward(x.q, x.k, x.v, out, lse)
+        if slopes is None and cu_q is None and seed is None:  # what is kept takes time
+            if sinks is None:
+                ctx.save_for_backward(x.q, x.k, x.v, out, lse)
+            else:
+                ctx.save_for_backward(x.q, x.k, x.v, out, lse, sinks)
         else:
             ctx.save_for_backward(x.q, x.k, x.v, out, lse, sinks, slopes, cu_q, cu_k, seed)
         ctx.launcher, ctx.scalars = launcher, scalars_of(x)

@@ -376,8 +376,9 @@ def _known(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[BoundCall | No
     """Finds (the bound call that serves a kind of call or None, the kind)."""
     window = call.window_size
     tensors, present = [q, k, v], 0  # a bit for each of the optional ones
-    if call.optional is not NO_OPTIONAL:
-        for x in call.optional:
+    optional = call.optional
+    if optional is not NO_OPTIONAL:
+        for x in optional:
             present += present
             if x is not None:
                 tensors.append(x)
@@ -391,9 +392,11 @@ def _known(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[BoundCall | No
         )
     except (TypeError, ValueError):  # describing says which option is not right
         options = ([],)  # which no cache holds
-    known, packed = None, _options_of_any_length(k, call, options)
-    if packed is not None:
-        known = dispatch.calls.match(packed, tensors, any_first=True)
+    known = packed = None
+    if optional is not NO_OPTIONAL and optional[_STARTS] is not None:
+        packed = _options_of_any_length(k, call, options)
+        if packed is not None:
+            known = dispatch.calls.match(packed, tensors, any_first=True)
     if known is None:
         known = dispatch.calls.match(options, tensors)
     return known, (tensors, options, packed)
@@ -414,7 +417,7 @@ def _bind_and_launch(bound: BoundCall | None, kind: _Kind, call: _Call) -> Resul
 
 def _launch(bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Result:
     """Launches a call that is bound."""
-    optional, scalars, *_ = call
+    optional, scalars = call.optional, call.scalars
     launcher, longest = bound.launcher, scalars[:_LENGTHS]
     scale, softcap = bound.softmax_scale, float(scalars[_SOFTCAP])
     device = bound.device  # None where there is but one; to ask for the current one needs a driver
@@ -430,17 +433,14 @@ def _launch(bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> R
 def _options_of_any_length(
     k: Tensor, call: _Call, options: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:
-    """Finds by what packed calls are known that differ in lengths alone; None: the call is not one,
-    or some length is not as it may be.
+    """Finds by what packed calls are known that differ in lengths alone; None: some length is not
+    as it may be, or the call has a plan.
 
     options   by which it is known itself
     """
-    optional = call.optional
-    if optional is NO_OPTIONAL or optional[_STARTS] is None:
-        return None
     if call.plan is not None or len(options) == 1:
         return None
-    table, (longest_q, longest_k) = optional[_TABLE], call.scalars[:_LENGTHS]
+    table, (longest_q, longest_k) = call.optional[_TABLE], call.scalars[:_LENGTHS]
     if not type(longest_q) is type(longest_k) is int:
         return None
     room = MAX_SIZE if table is None else growing_call.capacity_of(k, table)

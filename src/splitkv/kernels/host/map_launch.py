@@ -160,16 +160,16 @@ def make_operand_maps(
     them: each as of `TensorMaps`, or None."""
     known, layouts = maps
     made: list[Any] = []
-    before = of = seen = None
+    before = of = shape = strides = None
     for described in boxes:
         if described is None:
             made.append(None)
             continue
         operand, (fill, (swizzle, size, element, tile)), box = described
-        given, length = layouts[operand], box.length
-        if seen is None or given is not before or length != of:
-            before, of, seen = given, length, box.layout(*given)
-        shape, strides = seen
+        given = layouts[operand]
+        if given is not before or box.length != of:
+            before, of = given, box.length
+            shape, strides = box.layout(*given)
         made += fill(at[operand], swizzle, size, element, tile, shape, strides, 0), *shape, *strides
     if len(known) >= MAX_OPERANDS:
         known.clear()

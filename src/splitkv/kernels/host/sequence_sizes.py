@@ -81,7 +81,16 @@ class ResultLayouts(NamedTuple):
     lse_strides: tuple[int, int]
 
 
-NO_LAYOUT: Layout = ((), ())
+def made_layouts(shape: Sequence[int], heads: int, dim: int) -> tuple[Layout, Layout]:
+    """The layouts of out and lse as a call makes them, of so many heads and columns; shape: of q.
+    Plain tuples, as they are made for every length."""
+    row = heads * dim
+    if len(shape) == 3:
+        tokens = shape[0]
+        return ((tokens, heads, dim), (row, dim, 1)), ((heads, tokens), (tokens, 1))
+    batch, tokens = shape[0], shape[1]
+    out = (batch, tokens, heads, dim), (tokens * row, row, dim, 1)
+    return out, ((batch, heads, tokens), (heads * tokens, tokens, 1))
 
 
 def result_layouts(problem: Problem, shape: Sequence[int], given: Layout | None) -> ResultLayouts:
@@ -90,28 +99,12 @@ def result_layouts(problem: Problem, shape: Sequence[int], given: Layout | None)
     shape   of q
     given   the layout of the caller's output, if there is one
     """
-    dim, heads = problem.head_dim_v, problem.num_heads
-    step, step_b, out = heads * dim, 0, given or NO_LAYOUT
-    if len(shape) == 3:
-        tokens = shape[0]
-        lse: Layout = ((heads, tokens), (tokens, 1))
-        if given is None:
-            out = (tokens, heads, dim), (step, dim, 1)
-        lse_strides = 0, tokens
-    else:
-        batch, tokens = shape[0], shape[1]
-        rows = heads * tokens
-        lse = (batch, heads, tokens), (rows, tokens, 1)
-        if given is None:
-            whole = tokens * step
-            out = (batch, tokens, heads, dim), (whole, step, dim, 1)
-            step_b = whole if batch > 1 else 0
-        lse_strides = rows, tokens
-    if given is None:
-        strides = step_b, step, dim if heads > 1 else 0
-    else:
-        strides = row_steps(*given)
-    return ResultLayouts(out, lse, strides, lse_strides)
+    out, lse = made_layouts(shape, problem.num_heads, problem.head_dim_v)
+    if given is not None:
+        out = given
+    packed, steps = len(shape) == 3, lse[1]
+    lse_strides = (0, steps[0]) if packed else (steps[0], steps[1])
+    return ResultLayouts(out, lse, row_steps(*out), lse_strides)
 
 
 class SequenceLengths(NamedTuple):

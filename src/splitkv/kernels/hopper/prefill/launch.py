@@ -21,7 +21,7 @@ from splitkv.kernels.host.allocations import NO_PARTIALS
 from splitkv.kernels.host.arguments import Tail, in_order
 from splitkv.kernels.host.launch import Grid, LatestKernel, Launch, in_clusters
 from splitkv.kernels.host.launcher import aligned
-from splitkv.kernels.host.lengths import Layout, relaunched
+from splitkv.kernels.host.lengths import relaunched
 from splitkv.kernels.host.map_launch import LaunchAt, OperandBox, OperandMaps, bind_to_descriptors
 from splitkv.kernels.host.sequence_repeat import Sequences
 from splitkv.kernels.host.sequence_sizes import (
@@ -30,6 +30,7 @@ from splitkv.kernels.host.sequence_sizes import (
     SequenceSizes,
     bounds_of,
     layouts_of_call,
+    made_layouts,
     operand_layouts,
     result_layouts,
     scale_and_softcap,
@@ -226,6 +227,7 @@ class HopperLauncher(SequenceLauncher):
         self.bound, self.refit, self.splits = bound, refit, bound.splits
         problem = plan.problem
         self.packed = problem.kind == "varlen"
+        self.row = problem.num_heads, problem.head_dim_v  # of the output
         self.one_launch: LaunchAt | None = None  # what binds launches of a kernel that is all
         self.first_sizes = self.sizes(layouts_of_call(plan.problem, operands))
         bound.splits.expect_arrivals(self.first_sizes.grid[0])
@@ -338,23 +340,25 @@ class HopperLauncher(SequenceLauncher):
         launch_at = self.one_launch
         if launch_at is None:
             return super().at_lengths(here, v_shape)
-        problem, (queries, keys, batch), q_shape = self.problem, here[0], here[1][0]
-        total, max_tokens = batch * queries, queries
+        (queries, keys, batch), q_shape = here[0], here[1][0]
+        heads, dim = self.row
+        out, lse = made_layouts(q_shape, heads, dim)
         if self.packed:
-            total, max_tokens = q_shape[0], problem.cut_tokens_of(queries)
-        results = result_layouts(problem, q_shape, None)
+            total = tokens = q_shape[0]
+            max_tokens, apart, rows = self.problem.cut_tokens_of(queries), 0, 0
+        else:
+            total, tokens, max_tokens = batch * queries, queries, queries
+            apart, rows = 0 if batch == 1 else out[1][0], heads * queries
         grid, tiling = self.bound.tiling(queries, total, batch)
         arguments = (
-            *(queries, keys, total, batch, *results.lse_strides),
-            *(*tiling, max_tokens, *results.out_strides),
+            *(queries, keys, total, batch, rows, tokens),
+            *(*tiling, max_tokens, apart, heads * dim, dim if heads > 1 else 0),
         )
-        maps: OperandMaps = {}, (*operand_layouts(here, v_shape), results.out)
+        maps: OperandMaps = {}, (*operand_layouts(here, v_shape), out)
         memory = self.memory
-        lse: Layout | None = results.lse
-        if memory.unread and total * problem.num_heads <= MOST_UNREAD:
-            lse = None
+        seen = None if memory.unread and total * heads <= MOST_UNREAD else lse
         launch = launch_at((grid, self.tail.changed(arguments), maps))
-        return Sequences(launch, None, None, memory, (results.out, lse), NO_PARTIALS)
+        return Sequences(launch, None, None, memory, (out, seen), NO_PARTIALS)
 
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, layouts: SequenceLayouts
