@@ -31,8 +31,8 @@ from splitkv.runtime.growing_call import GrowingSequences
 HEADS, KV_HEADS, DIM, BATCH = 8, 2, 64, 2
 LEAST_ADDRESS = 1 << 24
 LENGTHS = [200, 201, 1, 2, 208, 209, 16, 17, 33, 64, 65, 127, 128, 190, 224, 225, 300, 512, 513]
-MOST_CALLS = 120  # functions that Python calls for a new length, C functions counted
-A_LAUNCH = 35  # of them, those of a third launch
+MOST_CALLS = 105  # functions that Python calls for a new length, C functions counted
+A_LAUNCH = 50  # of them, those of a third launch
 Given = dict[str, Any]
 
 

@@ -150,6 +150,14 @@ def launch_of(compiled: Any, grid: tuple[int, int, int], tail: Sequence[Any] = (
     return through_triton
 
 
+def launch_latest(
+    launches: LatestKernel[LaunchOn], compiled: Any, grid: Grid, tail: Sequence[Any]
+) -> Launch:
+    """Binds a launch as `launch_of` does, of a kernel that others were bound of before."""
+    launch_on = launches.binder(compiled)
+    return launch_of(compiled, grid, tail) if launch_on is None else launch_on(grid, tail)
+
+
 Held = TypeVar("Held", bound=Callable[..., Any])
 
 

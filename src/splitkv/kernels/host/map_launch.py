@@ -160,7 +160,9 @@ def make_operand_maps(
     them: each as of `TensorMaps`, or None."""
     known, layouts = maps
     made: list[Any] = []
-    before = of = shape = strides = None
+    before = of = None
+    shape: Sequence[int] = ()
+    strides: Sequence[int] = ()
     for described in boxes:
         if described is None:
             made.append(None)

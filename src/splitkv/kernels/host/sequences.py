@@ -26,7 +26,7 @@ from splitkv.kernels.host.launch import (
     Launch,
     LaunchOn,
     bind_to_grids,
-    launch_of,
+    launch_latest,
     observed,
 )
 from splitkv.kernels.host.lengths import Layout
@@ -194,9 +194,7 @@ class CombineLaunch:
         lengths, tokens, out = sizes.lengths, sizes.max_tokens, sizes.results.out_strides
         rows = lengths.batch * tokens
         tail = self.tail.changed((rows, tokens, lengths.total_q, *out))
-        launch_on = self.launches.binder(compiled)
-        grid = rows * self.heads, 1, self.columns
-        return launch_of(compiled, grid, tail) if launch_on is None else launch_on(grid, tail)
+        return launch_latest(self.launches, compiled, (rows * self.heads, 1, self.columns), tail)
 
     @cached_property
     def tail(self) -> Tail:

@@ -110,10 +110,8 @@ class BackwardRelaunch:
             if buffer is None or buffer[1] < self.numel:
                 buffer = workspace.make_buffer(self.device, self.numel, captured)
             first = buffer[0]
-        addresses = (
-            *(at_q, at_k, at_v, at_grad, at_out, at_lse, at_grad_lse, at_sink, at_cu_q, at_cu_k),
-            *(dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink),
-        )
+        given = at_q, at_k, at_v, at_grad, at_out, at_lse, at_grad_lse, at_sink, at_cu_q, at_cu_k
+        addresses = given + (dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink)
         key = self.number, addresses, stream, first
         packed = self.packed.get(key)
         if packed is None:
