@@ -57,7 +57,8 @@ CacheMaps = tuple[
 ]
 """(around, known, layouts): the arguments before the length and those behind it; what the kernel
 takes of caches and page tables that are known by their addresses; and the layouts of K and V for
-others. A plain tuple, as one is made for every length of caches that are made anew."""
+others, one object where their tiles are alike, too. A plain tuple, as one is made for every length
+of caches that are made anew."""
 
 
 def bind_to_lengths(
@@ -97,10 +98,12 @@ def make_maps(
 ) -> tuple[Any, ...]:
     """Asks the driver for maps of K and V at these addresses, and keeps them as a kernel takes
     them: each as of `TensorMaps`, and the address of a page table."""
-    known, ((shape, strides), (shape_v, strides_v)) = layout[1:]
-    ((fill, box), (fill_v, box_v)), (at_k, at_v, table) = tiles, kv
-    k = fill(at_k, *box, shape, strides, 0), *shape, *strides
-    v = fill_v(at_v, *box_v, shape_v, strides_v, 0), *shape_v, *strides_v
+    known, (of_k, of_v), (at_k, at_v, table) = layout[1], layout[2], kv
+    (fill, (swizzle, size, element, tile)), (shape, strides) = tiles[0], of_k
+    k = fill(at_k, swizzle, size, element, tile, shape, strides, 0), *shape, *strides
+    if of_v is not of_k:
+        (fill, (swizzle, size, element, tile)), (shape, strides) = tiles[1], of_v
+    v = fill(at_v, swizzle, size, element, tile, shape, strides, 0), *shape, *strides
     if len(known) >= MAX_MAPS:
         known.clear()
     made = known[kv] = *k, *v, table
