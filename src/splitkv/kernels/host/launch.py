@@ -106,7 +106,7 @@ class LatestKernel(Generic[Binder]):
         self.latest: tuple[Any, Binder | None] = (None, None)
 
     def binder(self, compiled: Any) -> Binder | None:
-        """What binds launches of a kernel, made once while that is the latest."""
+        """Gives what binds launches of a kernel, made once while that is the latest."""
         known, found = self.latest
         if known is not compiled:
             found = self.bind(compiled)

@@ -86,7 +86,7 @@ class BoundKernel(NamedTuple):
     schedule: ItemSchedule | None = None
 
     def binder_of(self, compiled: Any) -> LaunchAt | None:
-        """What binds launches of the compiled kernel to layouts; None: no way is known."""
+        """Gives what binds launches of the compiled kernel to layouts; None: no way is known."""
         return bind_to_descriptors(compiled, self.operand_boxes(compiled))
 
     def operand_boxes(self, compiled: Any) -> list[OperandBox | None]:
