@@ -476,7 +476,7 @@ class PrefillLaunch:
     __slots__ = "bound_to", "launch", "of_scales"
 
     def __init__(
-        self, bound_to: tuple[LaunchOn, Grid, Sequence[Any]], of_scales: Sequence[Any]
+        self, bound_to: tuple[LaunchOn, Grid, Sequence[Any]], of_scales: tuple[Any, ...]
     ) -> None:
         self.bound_to, self.of_scales = bound_to, of_scales
         launch_on, grid, tail = bound_to
@@ -495,11 +495,11 @@ class PrefillLaunch:
         at: OperandAddresses,
         memory: LaunchMemory,
         row: Sequence[Any],
-        scales: Sequence[Any],
+        scales: tuple[Any, ...],
         scale: float,
         softcap: float | None,
     ) -> None:
-        stored, scoring = (*scales, *self.of_scales), (scale, softcap, None, 0.0, 1.0)
+        stored, scoring = scales + self.of_scales, (scale, softcap, None, 0.0, 1.0)
         written = stored, *memory[:3]
         self.launch(stream, *at[:3], *memory[3][:4], *written, *row, None, None, scoring)
 

@@ -313,13 +313,33 @@ def attention_varlen(
     if isinstance(sink_tokens, Tensor):  # as `apart`
         sequence_sink_tokens, sink_tokens = sink_tokens, 0
     optional = (
-        *(out, cache_seqlens, page_table, cu_seqlens_q, cu_seqlens_k),
-        *(bidirectional_ranges, sequence_sink_tokens),
-        *(sink_logits, alibi_slopes, q_scale, k_scale, v_scale, out_scale),
+        out,
+        cache_seqlens,
+        page_table,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        bidirectional_ranges,
+        sequence_sink_tokens,
+        sink_logits,
+        alibi_slopes,
+        q_scale,
+        k_scale,
+        v_scale,
+        out_scale,
     )
     scalars = (
-        *(max_seqlen_q, max_seqlen_k, causal, sink_tokens, max_sink_tokens),
-        *(attention_chunk, softmax_scale, softcap, return_lse, products, dropout_p, deterministic),
+        max_seqlen_q,
+        max_seqlen_k,
+        causal,
+        sink_tokens,
+        max_sink_tokens,
+        attention_chunk,
+        softmax_scale,
+        softcap,
+        return_lse,
+        products,
+        dropout_p,
+        deterministic,
     )
     return _attention(q, k, v, _Call(optional, scalars, window_size, plan))
 
@@ -386,10 +406,8 @@ def _known(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[BoundCall | No
     options: tuple[Any, ...]
     try:
         left, right = window
-        options = (
-            *(with_types((*call.scalars, left, right)), "attention"),
-            *(type(window), id(call.plan), present),
-        )
+        named = with_types(call.scalars + (left, right))  # sooner than with stars
+        options = named, "attention", type(window), id(call.plan), present
     except (TypeError, ValueError):  # describing says which option is not right
         options = ([],)  # which no cache holds
     known = packed = None
@@ -447,7 +465,7 @@ def _options_of_any_length(
     if not (0 < longest_q <= MAX_SIZE and 0 < longest_k <= room):
         return None
     scalars = options[0]
-    return ("of any length", scalars[_LENGTHS:], *options[2:])
+    return ("of any length", scalars[_LENGTHS:]) + options[2:]
 
 
 def _growing(

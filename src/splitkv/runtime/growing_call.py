@@ -525,8 +525,8 @@ class GrowingSequences(Growing):
                     most,
                 )
             else:
-                lengths_first = optional[0], *optional[3:5], *optional[1:3]
-                done = again.call(q, k, v, *lengths_first, *optional[7:12], capped, most)
+                given = optional[:1] + optional[3:5] + optional[1:3] + optional[7:12]
+                done = again.call(q, k, v, *given, capped, most)
         if done is None:
             x = operands_of((q, k, v, *optional), here)
             x.softmax_scale, x.softcap = scale, softcap
@@ -633,7 +633,7 @@ def layout_of(
     if starts is None:
         lengths = q_shape[1], k_shape[1], q_shape[0]
     else:
-        lengths = *longest, starts.shape[0] - 1
+        lengths = longest + (starts.shape[0] - 1,)
     return lengths, shapes, (q.stride(), k.stride(), v.stride())
 
 

@@ -100,14 +100,18 @@ def make_maps(
     them: each as of `TensorMaps`, and the address of a page table."""
     known, (of_k, of_v), (at_k, at_v, table) = layout[1], layout[2], kv
     (fill, (swizzle, size, element, tile)), (shape, strides) = tiles[0], of_k
-    k = fill(at_k, swizzle, size, element, tile, shape, strides, 0), *shape, *strides
+    made = [fill(at_k, swizzle, size, element, tile, shape, strides, 0)]
+    made += shape
+    made += strides
     if of_v is not of_k:
         (fill, (swizzle, size, element, tile)), (shape, strides) = tiles[1], of_v
-    v = fill(at_v, swizzle, size, element, tile, shape, strides, 0), *shape, *strides
+    made += (fill(at_v, swizzle, size, element, tile, shape, strides, 0),)
+    made += shape
+    made += strides
     if len(known) >= MAX_MAPS:
         known.clear()
-    made = known[kv] = *k, *v, table
-    return made
+    found = known[kv] = (*made, table)
+    return found
 
 
 OperandAddresses = tuple[int, int, int, int]
@@ -175,7 +179,9 @@ def make_operand_maps(
         if given is not before or box.length != of:
             before, of = given, box.length
             shape, strides = box.layout(*given)
-        made += fill(at[operand], swizzle, size, element, tile, shape, strides, 0), *shape, *strides
+        made += (fill(at[operand], swizzle, size, element, tile, shape, strides, 0),)
+        made += shape
+        made += strides
     if len(known) >= MAX_OPERANDS:
         known.clear()
     found = known[at] = tuple(made)

@@ -350,14 +350,13 @@ class HopperLauncher(SequenceLauncher):
             total, tokens, max_tokens = batch * queries, queries, queries
             apart, rows = 0 if batch == 1 else out[1][0], heads * queries
         grid, tiling = self.bound.tiling(queries, total, batch)
-        arguments = (
-            *(queries, keys, total, batch, rows, tokens),
-            *(*tiling, max_tokens, apart, heads * dim, dim if heads > 1 else 0),
-        )
+        of_lengths = queries, keys, total, batch, rows, tokens
+        of_out = max_tokens, apart, heads * dim, dim if heads > 1 else 0
+        changed = self.tail.changed(of_lengths + tiling + of_out)  # sooner than one put together
         maps: OperandMaps = {}, (*operand_layouts(here, v_shape), out)
         memory = self.memory
         seen = None if memory.unread and total * heads <= MOST_UNREAD else lse
-        launch = launch_at((grid, self.tail.changed(arguments), maps))
+        launch = launch_at((grid, changed, maps))
         return Sequences(launch, None, None, memory, (out, seen), NO_PARTIALS)
 
     def relaunch(
