@@ -173,10 +173,7 @@ def held_to_everything(values: cases.Values) -> None:
     apart = problem.deterministic and not turns
     makes_dq = "hopper_backward_queries" if apart else "hopper_backward_finish"
     assert apart == (variant.dq == "recomputed")
-    split = variant.row_splits.splits > 1
-    left = split or problem.sink_logits
-    names = {"hopper_backward", makes_dq} | ({"backward_finish"} if apart and left else set())
-    assert made.keys() == names
+    assert made.keys() == {"hopper_backward", makes_dq}
     assert len(made["hopper_backward"]) == 1
     for name, kernels in made.items():
         for kernel in kernels:

@@ -53,7 +53,8 @@ EXEMPT: dict[str, dict[str, str]] = {
         "_sdpa_backward": _FOREIGN,
     },
     "reference.py": {"attention": _PUBLIC, "attention_varlen": _PUBLIC, "decode": _PUBLIC},
-    "kernels/host/relaunch.py": {"call": _RELAUNCH},
+    "kernels/host/decode_repeat.py": {"call": _RELAUNCH},
+    "kernels/host/sequence_repeat.py": {"call": _RELAUNCH},
     "runtime/attention.py": {"attention": _PUBLIC, "attention_varlen": _PUBLIC},
     "runtime/call_cache.py": {
         "__call__": _RELAUNCH,

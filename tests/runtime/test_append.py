@@ -14,7 +14,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitkv.kernels import append as kernel
-from splitkv.kernels.host import relaunch
+from splitkv.kernels.host import launch
 from splitkv.kernels.host.append_call import Append, Result, Rotary, append_in_torch
 from splitkv.runtime import append as module
 from splitkv.runtime import call_cache
@@ -176,7 +176,7 @@ def test_a_launcher_keeps_what_it_compiled(
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **options: through_triton.append((grid, args)) or "compiled"
 
-    def launch_of(compiled: str, grid: Any, tail: Any) -> relaunch.Launch:
+    def launch_of(compiled: str, grid: Any, tail: Any) -> launch.Launch:
         assert compiled == "compiled" and grid == through_triton[0][0]
         return lambda *args: launched.append((*args, *tail))
 

@@ -29,7 +29,15 @@ from splitkv.core.kv import Codec
 from splitkv.core.plan import Config, Plan
 from splitkv.core.problem import Operands
 from splitkv.core.variants import Plain
-from splitkv.kernels.host import relaunch, workspace
+from splitkv.kernels.host import (
+    allocations,
+    decode_repeat,
+    launch,
+    map_launch,
+    sequence_repeat,
+    tensor_maps,
+    workspace,
+)
 from splitkv.planner import registry
 from splitkv.planner.policies import POLICIES, fixed, waves
 from splitkv.runtime import attention, call_cache, dispatch
@@ -148,7 +156,7 @@ def test_a_bound_launch_is_triton_s_own(
     compiled = compiled_with(launcher(function))
     args, tail = (0x1000, (0x2000, None), 0.5), (7, None, 128)
     compiled[GRID](*args, *tail, stream=99)
-    launch_again = relaunch.bind(compiled, GRID, list(tail))
+    launch_again = launch.bind(compiled, GRID, list(tail))
     assert launch_again is not None
     launch_again(99, *args)
     ordinary, again = function.calls
@@ -164,7 +172,7 @@ def test_a_bound_launch_is_triton_s_own(
 
 def test_what_is_bound_stays_loaded() -> None:
     compiled = compiled_with(OneByOne(CFunction()))
-    launch_again = relaunch.bind(compiled, GRID)
+    launch_again = launch.bind(compiled, GRID)
     assert launch_again is not None and launch_again.kernel is compiled  # type: ignore[attr-defined]
 
 
@@ -193,17 +201,17 @@ def scratch_of(name: str) -> Callable[[Any], Any]:
 def test_what_is_not_known_goes_through_triton(launcher: Callable[[Any], Any]) -> None:
     function = CFunction()
     compiled = compiled_with(launcher(function))
-    assert relaunch.bind(compiled, GRID, (1, 2)) is None
-    assert relaunch.bind_to_maps(compiled, GRID) is None
-    tile = relaunch.Tile(lambda *args: None, (0, 2, 1, [1]))
-    assert relaunch.bind_to_lengths(compiled, GRID, (tile, tile)) is None
+    assert launch.bind(compiled, GRID, (1, 2)) is None
+    assert map_launch.bind_to_maps(compiled, GRID) is None
+    tile = tensor_maps.Tile(lambda *args: None, (0, 2, 1, [1]))
+    assert map_launch.bind_to_lengths(compiled, GRID, (tile, tile)) is None
     assert function.calls == []
 
 
 def test_through_triton() -> None:
     function = CFunction()
     compiled = compiled_with(Instrumented(function))
-    relaunch.launch_of(compiled, GRID, (1, 2))(5, 0x1000)
+    launch.launch_of(compiled, GRID, (1, 2))(5, 0x1000)
     assert function.calls[0][:4] == (*GRID, 5)
     assert function.calls[0][-1] == (0x1000, 1, 2, 77)
 
@@ -212,16 +220,16 @@ def test_hooks_are_seen_while_they_are_set(hooks: Any) -> None:
     def hook(metadata: Any) -> None:
         raise AssertionError("nothing is launched")
 
-    assert not relaunch.observed()
+    assert not launch.observed()
     for chain in (hooks.launch_enter_hook, hooks.launch_exit_hook):
         chain.add(hook)
-        assert relaunch.observed()
+        assert launch.observed()
         chain.remove(hook)
-        assert not relaunch.observed()
+        assert not launch.observed()
     hooks.launch_exit_hook = hook
-    assert relaunch.observed()
+    assert launch.observed()
     hooks.launch_exit_hook = hooks.launch_enter_hook = None
-    assert not relaunch.observed()
+    assert not launch.observed()
 
 
 # --- tensor maps -------------------------------------------------------------------------------
@@ -241,7 +249,7 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     names = "fill_tma_descriptor", "fill_tma_descriptor_tiled"
     utils = SimpleNamespace(**dict.fromkeys(names, fill))
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils))
-    monkeypatch.setattr(relaunch, "_made", [])
+    monkeypatch.setattr(tensor_maps, "_made", [])
     return asked
 
 
@@ -255,7 +263,7 @@ def described(x: Tensor) -> list[Any]:
 def test_a_tensor_map_is_triton_s_own(filled: list[tuple[Any, ...]]) -> None:
     x = torch.zeros(512, 256, dtype=torch.bfloat16)[:, :128]
     compiled = compiled_with(installed(CFunction()), [None, META])
-    maps = relaunch.TensorMaps(relaunch.tile_of(compiled, 1), x.shape, x.stride())
+    maps = tensor_maps.TensorMaps(tensor_maps.tile_of(compiled, 1), x.shape, x.stride())
     ours, theirs = maps[x.data_ptr()], described(x)
     assert ours[1:] == tuple(theirs[1:]) == (512, 128, 256, 1)
     assert [list(a) if isinstance(a, list | tuple | torch.Size) else a for a in filled[0]] == [
@@ -263,8 +271,8 @@ def test_a_tensor_map_is_triton_s_own(filled: list[tuple[Any, ...]]) -> None:
     ]
 
 
-def maps_of(compiled: Any, index: int, length: int) -> relaunch.TensorMaps:
-    return relaunch.TensorMaps(relaunch.tile_of(compiled, index), (length, 128), (128, 1))
+def maps_of(compiled: Any, index: int, length: int) -> tensor_maps.TensorMaps:
+    return tensor_maps.TensorMaps(tensor_maps.tile_of(compiled, index), (length, 128), (128, 1))
 
 
 def test_a_tensor_map_is_made_once(filled: list[tuple[Any, ...]]) -> None:
@@ -280,7 +288,7 @@ def test_a_tensor_map_is_made_once(filled: list[tuple[Any, ...]]) -> None:
 def test_tensor_maps_are_bounded(
     filled: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relaunch, "MAX_MAPS", 5)
+    monkeypatch.setattr(tensor_maps, "MAX_MAPS", 5)
     compiled = compiled_with(installed(CFunction()), [META])
     several = [maps_of(compiled, 0, n) for n in (8, 16)]
     for i in range(1, 30):
@@ -300,11 +308,11 @@ def test_a_launch_with_descriptors_is_bound_to_what_triton_wraps(
     compiled = compiled_with(launcher(expanding), [META, META])
     of_triton = compiled_with(installed(function), [META, META])
     maps = [
-        relaunch.TensorMaps(relaunch.tile_of(of_triton, i), (512 >> i, 128), (128, 1))
+        tensor_maps.TensorMaps(tensor_maps.tile_of(of_triton, i), (512 >> i, 128), (128, 1))
         for i in range(2)
     ]
-    by_hand = relaunch.bind(compiled, GRID, (64,))
-    launch_with = relaunch.bind_to_maps(compiled, GRID)
+    by_hand = launch.bind(compiled, GRID, (64,))
+    launch_with = map_launch.bind_to_maps(compiled, GRID)
     assert by_hand is not None and launch_with is not None
     bound = launch_with((64,), *maps)
     by_hand(3, 0x10, *maps[0][0x20], *maps[1][0x30], None, "lens")
@@ -314,11 +322,11 @@ def test_a_launch_with_descriptors_is_bound_to_what_triton_wraps(
     keys, values = ("map 1", 512, 128, 128, 1), ("map 2", 256, 128, 128, 1)
     assert args == (0x10, *keys, *values, None, "lens", 64)
     assert function.calls[0] == function.calls[1] and function.calls[1][:4] == (*GRID, 3)
-    tiles = relaunch.tile_of(of_triton, 0), relaunch.tile_of(of_triton, 1)
-    at_length = relaunch.bind_to_lengths(compiled, GRID, tiles)
+    tiles = tensor_maps.tile_of(of_triton, 0), tensor_maps.tile_of(of_triton, 1)
+    at_length = map_launch.bind_to_lengths(compiled, GRID, tiles)
     assert at_length is not None and at_length.kernel is compiled  # type: ignore[attr-defined]
     of_k, of_v = (((512 >> i, 128), (128, 1)) for i in range(2))
-    layout: relaunch.CacheMaps = ((), ()), {}, (of_k, of_v)
+    layout: map_launch.CacheMaps = ((), ()), {}, (of_k, of_v)
     for _ in range(2):  # maps are made once
         at_length(64, layout, 3, 0x10, (0x20, 0x30, None), "lens")
     assert len(filled) == 4 and filled[2:] == filled[:2]
@@ -334,11 +342,11 @@ def test_a_launch_with_descriptors_first(
 ) -> None:
     function = CFunction()
     of_triton = compiled_with(installed(function), [META, META])
-    q_tile, k_tile = (relaunch.tile_of(of_triton, i) for i in range(2))
+    q_tile, k_tile = (tensor_maps.tile_of(of_triton, i) for i in range(2))
     compiled = compiled_with(launcher(function), [META, META])
     seen = SimpleNamespace(layout=lambda shape, strides: (shape, strides), length=None)
     boxes = [(0, q_tile, seen), None, (1, k_tile, seen), None, None, (3, q_tile, seen)]
-    launch_at = relaunch.bind_to_descriptors(compiled, boxes)
+    launch_at = map_launch.bind_to_descriptors(compiled, boxes)
     assert launch_at is not None
     of_q, of_k = (((512 >> i, 128), (128, 1)) for i in range(2))
     bound = launch_at((GRID, (64,), ({}, (of_q, of_k, of_k, of_q))))
@@ -354,19 +362,19 @@ def test_a_launch_with_descriptors_first(
         assert call[:4] == (*GRID, 3) and args == (*given, 64)
     assert len(filled) == 3
     instrumented = compiled_with(Instrumented(function), [META])
-    assert relaunch.bind_to_descriptors(instrumented, boxes) is None
+    assert map_launch.bind_to_descriptors(instrumented, boxes) is None
 
 
 def test_maps_of_operands_are_bounded(
     filled: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relaunch, "MAX_OPERANDS", 5)
-    tile = relaunch.tile_of(compiled_with(installed(CFunction()), [META]), 0)
+    monkeypatch.setattr(map_launch, "MAX_OPERANDS", 5)
+    tile = tensor_maps.tile_of(compiled_with(installed(CFunction()), [META]), 0)
     seen = SimpleNamespace(layout=lambda shape, strides: (shape, strides), length=None)
     known: dict[Any, tuple[Any, ...]] = {}
     for at in range(16, 320, 16):
         layouts = [((8, 128), (128, 1))]
-        made = relaunch.make_operand_maps([(0, tile, seen)], (known, layouts), (at, 0, 0, 0))
+        made = map_launch.make_operand_maps([(0, tile, seen)], (known, layouts), (at, 0, 0, 0))
         assert made[1:] == (8, 128, 128, 1) and known[at, 0, 0, 0] is made
         assert 0 < len(known) <= 5
 
@@ -419,8 +427,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def repeat_of(
     launched: Launched, rows: int = 12, merged: bool = True, key_scales: bool = False
-) -> relaunch.Repeat:
-    return relaunch.Repeat(
+) -> decode_repeat.Repeat:
+    return decode_repeat.Repeat(
         launched.split,
         launched.merge if merged else None,
         torch.device("cuda", 0),
@@ -554,18 +562,18 @@ SEQUENCES = ("q", "k", "v", "out", "cu_q", "cu_k", "lens", "table", "sink", "slo
 SEQUENCES += ("q_scale", "k_scale", "v_scale")
 
 
-def sequences_of(launched: Launched, merge: str | None = "combine") -> relaunch.Sequences:
+def sequences_of(launched: Launched, merge: str | None = "combine") -> sequence_repeat.Sequences:
     """With partials, unless `merge` is None."""
     results = ((9, 4, 32), (128, 32, 1)), ((4, 9), (9, 1))
     shapes = results[0][0], results[1][0]
-    memory = relaunch.Allocations(None, torch.device("cuda", 0), torch.bfloat16, *shapes, 0, 0)
-    return relaunch.Sequences(
+    memory = allocations.Allocations(None, torch.device("cuda", 0), torch.bfloat16, *shapes, 0, 0)
+    return sequence_repeat.Sequences(
         launched.split,
         launched.merge if merge == "combine" else None,
         None,
         memory,
         results,
-        relaunch.NO_PARTIALS if merge is None else workspace.layout(32 * 12, 12),
+        allocations.NO_PARTIALS if merge is None else workspace.layout(32 * 12, 12),
     )
 
 

@@ -23,7 +23,7 @@ from fake_gpu import Recorded, compilations, fake_gpu, functions_called
 from torch import Tensor
 
 import splitkv
-from splitkv.kernels.host import relaunch
+from splitkv.kernels.host import map_launch, tensor_maps
 from splitkv.kernels.host.launcher import DecodeLauncher
 from splitkv.planner import registry
 from splitkv.planner.policies import persistent
@@ -469,7 +469,7 @@ def test_an_address_that_is_no_multiple_of_16(gpu: Recorded) -> None:
 
 def test_a_launch_hook_sees_every_launch(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     q, _ = growing()
-    monkeypatch.setattr(relaunch, "_entered", [None])
+    monkeypatch.setattr("splitkv.kernels.host.decode_repeat.ENTER_HOOKS", [None])
     gpu.through_triton = 0
     for n in (FIRST + 1, FIRST + 2):
         gpu.calls.clear()
@@ -480,15 +480,16 @@ def test_a_launch_hook_sees_every_launch(gpu: Recorded, monkeypatch: pytest.Monk
 
 def test_maps_of_lengths_are_forgotten(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the length, and of one length where there are too many."""
-    monkeypatch.setattr(relaunch, "MAX_MAPS", 3)
-    kept = len(relaunch._made)
+    for module in (tensor_maps, map_launch):
+        monkeypatch.setattr(module, "MAX_MAPS", 3)
+    kept = len(tensor_maps._made)
     q, _ = growing()
     for n in (FIRST + 1, FIRST + 2):
         for _ in range(7):
             splitkv.decode(q, **of_heads(n))
-    assert len(relaunch._made) <= kept + 6
-    tile = relaunch.Tile(lambda address, *layout: ("map", address), (0, 2, 1, [1]))
-    maps = relaunch.MapsOfLength(tile, (8,), (1,))
+    assert len(tensor_maps._made) <= kept + 6
+    tile = tensor_maps.Tile(lambda address, *layout: ("map", address), (0, 2, 1, [1]))
+    maps = tensor_maps.MapsOfLength(tile, (8,), (1,))
     for address in range(16, 320, 16):
         assert maps[address][1:] == (8, 1)
         assert 0 < len(maps) <= 3

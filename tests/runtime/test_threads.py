@@ -18,7 +18,7 @@ from fake_gpu import fake_gpu
 
 import splitkv
 from splitkv.core.device import Device
-from splitkv.kernels.host import relaunch, workspace
+from splitkv.kernels.host import tensor_maps, workspace
 from splitkv.kernels.host.compile_lock import OnePerDevice
 from splitkv.planner import registry
 from splitkv.runtime import dispatch
@@ -193,10 +193,10 @@ def test_threads_that_parse_at_once() -> None:
 
 
 def test_maps_of_addresses_are_bounded_among_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaunch, "MAX_MAPS", 7)
-    monkeypatch.setattr(relaunch, "_made", [])
-    tile = relaunch.Tile(lambda at, *rest: ("map", at), (0, 2, 1, [1]))
-    made = relaunch.TensorMaps(tile, (8,), (1,))
+    monkeypatch.setattr(tensor_maps, "MAX_MAPS", 7)
+    monkeypatch.setattr(tensor_maps, "_made", [])
+    tile = tensor_maps.Tile(lambda at, *rest: ("map", at), (0, 2, 1, [1]))
+    made = tensor_maps.TensorMaps(tile, (8,), (1,))
 
     def look(r: random.Random) -> None:
         for _ in range(20):

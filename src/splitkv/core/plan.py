@@ -86,9 +86,17 @@ def tile_config(
 
 @lru_cache(maxsize=4096)  # policies ask for it of the same few configs with every cost they weigh
 def _shape_of(config: Config) -> Config:
-    whole = replace(config, num_splits=1, merge="combine", appends=False, variant=Plain())
-    whole = replace(whole, split_tiles=SPLIT_TILES)
-    return replace(whole, schedule="even", split_size=0) if config.schedule == "items" else whole
+    by_items = config.schedule == "items"
+    return replace(
+        config,
+        num_splits=1,
+        schedule="even" if by_items else config.schedule,
+        split_size=0 if by_items else config.split_size,
+        split_tiles=SPLIT_TILES,
+        merge="combine",
+        appends=False,
+        variant=Plain(),
+    )
 
 
 def shares_of(config: Config) -> str:

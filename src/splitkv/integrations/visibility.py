@@ -334,10 +334,15 @@ def may_decode(q_length: int, kv_length: int) -> bool:
     return q_length <= MAX_DECODE_QUERIES and kv_length > q_length
 
 
+def _reached(attention_mask: Tensor, kv_offset: int, length: int) -> Tensor:
+    """The columns of a padding mask [batch, positions] that are of the first `length` slots."""
+    return attention_mask[:, kv_offset : kv_offset + length]
+
+
 def _padding(attention_mask: Tensor, kv_offset: int, length: int) -> Tensor:
     """The padding mask over the first `length` slots; positions it does not reach are hidden."""
     expect(attention_mask.ndim == 2, "attention_mask", "[batch, positions]", attention_mask)
-    mask = attention_mask[:, kv_offset : kv_offset + length].bool()
+    mask = _reached(attention_mask, kv_offset, length).bool()
     return torch.nn.functional.pad(mask, (0, length - mask.shape[1]))
 
 
@@ -346,7 +351,7 @@ def _hides_nothing(attention_mask: Tensor | None, kv_offset: int, length: int) -
     in the place of all that describes padding. Generation asks before every token."""
     if attention_mask is None or attention_mask.ndim != 2 or is_tracing(attention_mask):
         return False
-    mask = attention_mask[:, kv_offset : kv_offset + length]
+    mask = _reached(attention_mask, kv_offset, length)
     return mask.shape[1] == length and bool(mask.all())
 
 

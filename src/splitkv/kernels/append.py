@@ -44,7 +44,7 @@ from torch import Tensor
 from splitkv.kernels.host.append_arguments import codes, new_scale_strides, token_strides
 from splitkv.kernels.host.append_call import Append, Result, Rotary
 from splitkv.kernels.host.arguments import prepared
-from splitkv.kernels.host.relaunch import Launch, launch_of, observed
+from splitkv.kernels.host.launch import Launch, launch_of, observed
 from splitkv.kernels.tile.encode import Place, StoredTensor, write_tokens
 from splitkv.kernels.tile.locate import locate
 from splitkv.kernels.tile.new import AngleTable, Growth, Turn, grown, rotated, start_of

@@ -25,9 +25,10 @@ from splitkv.core.problem import Operands
 from splitkv.kernels.combine import Final, Partial
 from splitkv.kernels.combine_slots import FEW, MergedRows, merge_slots
 from splitkv.kernels.host.arguments import Tail, in_order
-from splitkv.kernels.host.relaunch import ItemLaunches, launch_of
+from splitkv.kernels.host.launch import LatestKernel, LaunchOn, bind_to_grids, launch_latest
+from splitkv.kernels.host.sequence_repeat import ItemLaunches
 from splitkv.kernels.host.sequence_sizes import SequenceSizes
-from splitkv.kernels.schedule_items import ItemSchedule, load_item
+from splitkv.kernels.schedule_items import ITEM_FIELDS, ItemSchedule, load_item
 from splitkv.kernels.tile.encode import encode_out
 from splitkv.kernels.tile.softmax import finish
 
@@ -112,6 +113,7 @@ class ItemMerge:
             "AFTER": "early" if early else "in_order",
         }
         self.tail = Tail(combine_items, PER_CALL, self.fixed, OF_LENGTHS[1:], OF_LENGTHS)
+        self.launches: LatestKernel[LaunchOn] = LatestKernel(bind_to_grids)
 
     def arguments(self, sizes: SequenceSizes) -> tuple[int, ...]:
         """Arguments that follow from the lengths of a call, in the order of OF_LENGTHS."""
@@ -143,8 +145,10 @@ class ItemMerge:
         scheduled, merged = compiled
         schedule = self.schedule.relaunch(scheduled, sizes)
         tail = self.tail.changed(self.arguments(sizes))
-        numel = self.schedule.numel(sizes)
-        return ItemLaunches(schedule, launch_of(merged, self.grid(sizes), tail), numel)
+        grid = self.grid(sizes)
+        numel = grid[0] * ITEM_FIELDS.value  # a program each
+        merge = launch_latest(self.launches, merged, grid, tail)
+        return ItemLaunches(schedule, merge, numel)
 
     def variant(self) -> Hashable:
         """A key of both kernels that Triton compiles, where strides of the output are alike."""

@@ -34,6 +34,7 @@ from splitkv.core.problem import Operands
 from splitkv.kernels.combine import ResultRows, mask_of_columns, write_final, write_partial
 from splitkv.kernels.host.append_arguments import TokenTiles, token_tiles
 from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.launch import launch_of
 from splitkv.kernels.host.launcher import (
     BOUNDS,
     SplitKernel,
@@ -41,7 +42,6 @@ from splitkv.kernels.host.launcher import (
     dependent_launches,
 )
 from splitkv.kernels.host.partition import padded_dims
-from splitkv.kernels.host.relaunch import launch_of
 from splitkv.kernels.host.step import (
     StepLauncher,
     grid_of,

@@ -54,6 +54,7 @@ from splitkv.kernels.host.append_arguments import (
     token_tiles,
 )
 from splitkv.kernels.host.arguments import in_order
+from splitkv.kernels.host.launch import Launch, launch_of
 from splitkv.kernels.host.launcher import (
     BOUNDS,
     PER_CALL,
@@ -69,7 +70,6 @@ from splitkv.kernels.host.launcher import (
     split_arguments,
 )
 from splitkv.kernels.host.partition import grid, padded_dims
-from splitkv.kernels.host.relaunch import Launch, launch_of
 from splitkv.kernels.tile.band import Bounds, load_sink_tokens, token_range, visited_tiles
 from splitkv.kernels.tile.codec import row_scale, scale_of_head, widen, working_type
 from splitkv.kernels.tile.decode_sizes import SIZES

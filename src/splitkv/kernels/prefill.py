@@ -67,18 +67,12 @@ from splitkv.kernels.backward.records import Saved
 from splitkv.kernels.combine import FINISHED, final_of, write_absent
 from splitkv.kernels.gradients import Differentiable, backward_for, backward_of
 from splitkv.kernels.host.arguments import Tail, in_order
+from splitkv.kernels.host.launch import Grid, LatestKernel, Launch, LaunchOn, bind_to_grids
 from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.lengths import relaunched
+from splitkv.kernels.host.map_launch import OperandAddresses
 from splitkv.kernels.host.partition import padded_dims
-from splitkv.kernels.host.relaunch import (
-    Grid,
-    Launch,
-    LaunchMemory,
-    LaunchOn,
-    OperandAddresses,
-    Sequences,
-    bind_to_grids,
-)
+from splitkv.kernels.host.sequence_repeat import LaunchMemory, Sequences
 from splitkv.kernels.host.sequence_sizes import (
     CallLayout,
     SequenceLayouts,
@@ -375,8 +369,7 @@ class PrefillLauncher(SequenceLauncher):
         self.options = {"num_warps": config.num_warps, "enable_fp_fusion": True}
         self.combine = combine_launch(plan, self.splits, early)
         self.of_scales = stored_of(operands)[3:]  # compiled for by value
-        # what is compiled, and what binds launches of that
-        self.launches: tuple[Any, LaunchOn | None] = (None, None)
+        self.launches: LatestKernel[LaunchOn] = LatestKernel(bind_to_grids)
         # the latest layout of `at_lengths` but for the number of keys, and what launches it
         self.latest: tuple[Any, Sequences | None] = (None, None)
 
@@ -452,14 +445,11 @@ class PrefillLauncher(SequenceLauncher):
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, layouts: SequenceLayouts
     ) -> Launch | None:
-        known, launch_on = self.launches
-        if known is not compiled:
-            launch_on = bind_to_grids(compiled)
-            self.launches = compiled, launch_on
+        launch_on = self.launches.binder(compiled)
         if launch_on is None:
             return None
         tail = self.tail.changed(sizes.arguments)
-        return with_addresses((launch_on, sizes.grid, tail), self.of_scales)
+        return PrefillLaunch((launch_on, sizes.grid, tail), self.of_scales)
 
     def at_lengths(self, here: CallLayout, v_shape: Sequence[int]) -> Sequences | None:
         """Makes what SequenceLauncher does. Of a call that differs from the one before in its keys
@@ -472,35 +462,46 @@ class PrefillLauncher(SequenceLauncher):
             made = super().at_lengths(here, v_shape)
             self.latest = but_for_keys, made
             return made
-        launch_on, grid, tail = made.launch.bound_to  # type: ignore[attr-defined]
-        at = self.tail.place["seqlen_k"]
-        bound_to = launch_on, grid, (*tail[:at], keys, *tail[at + 1 :])
-        return made.with_launch(with_addresses(bound_to, self.of_scales))
+        assert isinstance(made.launch, PrefillLaunch)
+        return made.with_launch(made.launch.with_argument(self.tail.place["seqlen_k"], keys))
 
 
-def with_addresses(
-    bound_to: tuple[LaunchOn, Grid, Sequence[Any]], of_scales: Sequence[Any]
-) -> Launch:
-    """A launch as `Sequences` has it, with what it is bound to; of_scales: the items of Stored
-    behind its pointers."""
-    launch_on, grid, tail = bound_to
-    launch = launch_on(grid, tail)
+class PrefillLaunch:
+    """A launch of `prefill`, called as `Sequences` calls it.
 
-    def again(
+    bound_to    what binds launches, the grid, the last arguments
+    of_scales   the items of Stored behind its pointers
+    """
+
+    __slots__ = "bound_to", "launch", "of_scales"
+
+    def __init__(
+        self, bound_to: tuple[LaunchOn, Grid, Sequence[Any]], of_scales: tuple[Any, ...]
+    ) -> None:
+        self.bound_to, self.of_scales = bound_to, of_scales
+        launch_on, grid, tail = bound_to
+        self.launch = launch_on(grid, tail)
+
+    def with_argument(self, at: int, value: int) -> PrefillLaunch:
+        """Another, of which the last argument of this number has another value."""
+        launch_on, grid, tail = self.bound_to
+        return PrefillLaunch(
+            (launch_on, grid, (*tail[:at], value, *tail[at + 1 :])), self.of_scales
+        )
+
+    def __call__(
+        self,
         stream: int,
         at: OperandAddresses,
         memory: LaunchMemory,
         row: Sequence[Any],
-        scales: Sequence[Any],
+        scales: tuple[Any, ...],
         scale: float,
         softcap: float | None,
     ) -> None:
-        stored, scoring = (*scales, *of_scales), (scale, softcap, None, 0.0, 1.0)
+        stored, scoring = scales + self.of_scales, (scale, softcap, None, 0.0, 1.0)
         written = stored, *memory[:3]
-        launch(stream, *at[:3], *memory[3][:4], *written, *row, None, None, scoring)
-
-    again.__dict__["bound_to"] = bound_to
-    return again
+        self.launch(stream, *at[:3], *memory[3][:4], *written, *row, None, None, scoring)
 
 
 def tilings_of(plan: Plan) -> Callable[[SequenceLengths], tuple[int, int, int]]:
@@ -610,8 +611,11 @@ class Attention(torch.autograd.Function):
         launcher, x, seed = call
         out, lse = launcher.forward(x, seed)
         sinks, slopes, cu_q, cu_k = x.sink_logits, x.alibi_slopes, x.cu_seqlens_q, x.cu_seqlens_k
-        if sinks is None and slopes is None and cu_q is None and seed is None:
-            ctx.save_for_backward(x.q, x.k, x.v, out, lse)
+        if slopes is None and cu_q is None and seed is None:  # what is kept takes time
+            if sinks is None:
+                ctx.save_for_backward(x.q, x.k, x.v, out, lse)
+            else:
+                ctx.save_for_backward(x.q, x.k, x.v, out, lse, sinks)
         else:
             ctx.save_for_backward(x.q, x.k, x.v, out, lse, sinks, slopes, cu_q, cu_k, seed)
         ctx.launcher, ctx.scalars = launcher, scalars_of(x)

@@ -23,9 +23,9 @@ import triton.language as tl
 
 from splitkv.core.plan import Plan
 from splitkv.kernels.host.arguments import in_order, tail_in_order
+from splitkv.kernels.host.launch import Launch, launch_of, observed
 from splitkv.kernels.host.launcher import compile_options
 from splitkv.kernels.host.partition import packed_rows
-from splitkv.kernels.host.relaunch import Launch, launch_of, observed
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.step_share import RULES, SEQUENCES
 from splitkv.kernels.tile.walk import START_FIELDS, DecodeStep, store_start

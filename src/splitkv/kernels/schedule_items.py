@@ -35,7 +35,13 @@ from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
 from splitkv.core.tiles import ceil_div
 from splitkv.kernels.host.arguments import Tail, in_order
-from splitkv.kernels.host.relaunch import Launch, launch_of
+from splitkv.kernels.host.launch import (
+    LatestKernel,
+    Launch,
+    LaunchOn,
+    bind_to_grids,
+    launch_latest,
+)
 from splitkv.kernels.host.sequence_sizes import SequenceLengths, SequenceSizes
 from splitkv.kernels.tile.band import Bounds, visited_tiles
 
@@ -343,6 +349,7 @@ class ItemSchedule:
         }
         self.tail = Tail(schedule_items, PER_CALL, fixed, (), OF_LENGTHS)
         self.fixed = fixed
+        self.launches: LatestKernel[LaunchOn] = LatestKernel(bind_to_grids)
 
     def entries(self, of: SequenceLengths) -> int:
         """Entries of the list of a call: there is room for all row tiles, and for all pieces."""
@@ -385,4 +392,5 @@ class ItemSchedule:
 
     def relaunch(self, compiled: Any, sizes: SequenceSizes) -> Launch:
         """A function that launches it again: launch(stream, at_items, at_cu_q, at_lens)."""
-        return launch_of(compiled, self.grid(sizes), self.tail.changed(self.arguments(sizes)))
+        tail = self.tail.changed(self.arguments(sizes))
+        return launch_latest(self.launches, compiled, self.grid(sizes), tail)

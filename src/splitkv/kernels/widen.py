@@ -30,7 +30,7 @@ from splitkv.core.masks import Mask
 from splitkv.kernels.compile_time import CompileTimeRecord
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.arguments import in_order, tail_in_order
-from splitkv.kernels.host.relaunch import Launch, launch_of, observed
+from splitkv.kernels.host.launch import Launch, launch_of, observed
 from splitkv.kernels.tile.codec import widen
 from splitkv.kernels.tile.dequantize import bits_of
 from splitkv.kernels.tile.locate import locate

@@ -313,13 +313,33 @@ def attention_varlen(
     if isinstance(sink_tokens, Tensor):  # as `apart`
         sequence_sink_tokens, sink_tokens = sink_tokens, 0
     optional = (
-        *(out, cache_seqlens, page_table, cu_seqlens_q, cu_seqlens_k),
-        *(bidirectional_ranges, sequence_sink_tokens),
-        *(sink_logits, alibi_slopes, q_scale, k_scale, v_scale, out_scale),
+        out,
+        cache_seqlens,
+        page_table,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        bidirectional_ranges,
+        sequence_sink_tokens,
+        sink_logits,
+        alibi_slopes,
+        q_scale,
+        k_scale,
+        v_scale,
+        out_scale,
     )
     scalars = (
-        *(max_seqlen_q, max_seqlen_k, causal, sink_tokens, max_sink_tokens),
-        *(attention_chunk, softmax_scale, softcap, return_lse, products, dropout_p, deterministic),
+        max_seqlen_q,
+        max_seqlen_k,
+        causal,
+        sink_tokens,
+        max_sink_tokens,
+        attention_chunk,
+        softmax_scale,
+        softcap,
+        return_lse,
+        products,
+        dropout_p,
+        deterministic,
     )
     return _attention(q, k, v, _Call(optional, scalars, window_size, plan))
 
@@ -376,8 +396,9 @@ def _known(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[BoundCall | No
     """Finds (the bound call that serves a kind of call or None, the kind)."""
     window = call.window_size
     tensors, present = [q, k, v], 0  # a bit for each of the optional ones
-    if call.optional is not NO_OPTIONAL:
-        for x in call.optional:
+    optional = call.optional
+    if optional is not NO_OPTIONAL:
+        for x in optional:
             present += present
             if x is not None:
                 tensors.append(x)
@@ -385,15 +406,15 @@ def _known(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[BoundCall | No
     options: tuple[Any, ...]
     try:
         left, right = window
-        options = (
-            *(with_types((*call.scalars, left, right)), "attention"),
-            *(type(window), id(call.plan), present),
-        )
+        named = with_types(call.scalars + (left, right))  # sooner than with stars
+        options = named, "attention", type(window), id(call.plan), present
     except (TypeError, ValueError):  # describing says which option is not right
         options = ([],)  # which no cache holds
-    known, packed = None, _options_of_any_length(k, call, options)
-    if packed is not None:
-        known = dispatch.calls.match(packed, tensors, any_first=True)
+    known = packed = None
+    if optional is not NO_OPTIONAL and optional[_STARTS] is not None:
+        packed = _options_of_any_length(k, call, options)
+        if packed is not None:
+            known = dispatch.calls.match(packed, tensors, any_first=True)
     if known is None:
         known = dispatch.calls.match(options, tensors)
     return known, (tensors, options, packed)
@@ -414,7 +435,7 @@ def _bind_and_launch(bound: BoundCall | None, kind: _Kind, call: _Call) -> Resul
 
 def _launch(bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Result:
     """Launches a call that is bound."""
-    optional, scalars, *_ = call
+    optional, scalars = call.optional, call.scalars
     launcher, longest = bound.launcher, scalars[:_LENGTHS]
     scale, softcap = bound.softmax_scale, float(scalars[_SOFTCAP])
     device = bound.device  # None where there is but one; to ask for the current one needs a driver
@@ -430,24 +451,21 @@ def _launch(bound: BoundCall, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> R
 def _options_of_any_length(
     k: Tensor, call: _Call, options: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:
-    """Finds by what packed calls are known that differ in lengths alone; None: the call is not one,
-    or some length is not as it may be.
+    """Finds by what packed calls are known that differ in lengths alone; None: some length is not
+    as it may be, or the call has a plan.
 
     options   by which it is known itself
     """
-    optional = call.optional
-    if optional is NO_OPTIONAL or optional[_STARTS] is None:
-        return None
     if call.plan is not None or len(options) == 1:
         return None
-    table, (longest_q, longest_k) = optional[_TABLE], call.scalars[:_LENGTHS]
+    table, (longest_q, longest_k) = call.optional[_TABLE], call.scalars[:_LENGTHS]
     if not type(longest_q) is type(longest_k) is int:
         return None
     room = MAX_SIZE if table is None else growing_call.capacity_of(k, table)
     if not (0 < longest_q <= MAX_SIZE and 0 < longest_k <= room):
         return None
     scalars = options[0]
-    return ("of any length", scalars[_LENGTHS:], *options[2:])
+    return ("of any length", scalars[_LENGTHS:]) + options[2:]
 
 
 def _growing(

@@ -24,6 +24,7 @@ the launches. A bucket that is entered in another way takes all of it at once.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -524,8 +525,8 @@ class GrowingSequences(Growing):
                     most,
                 )
             else:
-                lengths_first = optional[0], *optional[3:5], *optional[1:3]
-                done = again.call(q, k, v, *lengths_first, *optional[7:12], capped, most)
+                given = optional[:1] + optional[3:5] + optional[1:3] + optional[7:12]
+                done = again.call(q, k, v, *given, capped, most)
         if done is None:
             x = operands_of((q, k, v, *optional), here)
             x.softmax_scale, x.softcap = scale, softcap
@@ -632,7 +633,7 @@ def layout_of(
     if starts is None:
         lengths = q_shape[1], k_shape[1], q_shape[0]
     else:
-        lengths = *longest, starts.shape[0] - 1
+        lengths = longest + (starts.shape[0] - 1,)
     return lengths, shapes, (q.stride(), k.stride(), v.stride())
 
 
@@ -736,18 +737,17 @@ def check_of_sequences(
     if check is None:
         return None
     dim, of_keys, of_out = lengths[0], 1 in lengths, 3 in lengths
+    k_step, v_step = (math.prod(x.shape[:dim] + x.shape[dim + 1 :]) for x in tensors[1:3])
     counted = [*rows.items()]
 
     def fits(*tensors: Any) -> bool:
         if not check(*tensors):
             return False
-        q = tensors[0]
-        if not q.shape[dim]:
+        # all but lengths is known to be the same, and elements are counted sooner than a length is
+        if not tensors[0].numel():
             return False
-        if of_keys:
-            keys = tensors[1].shape[dim]
-            if not keys or tensors[2].shape[dim] != keys:
-                return False
+        if of_keys and not tensors[1].numel() * v_step == tensors[2].numel() * k_step > 0:
+            return False
         if counted:
             batch = tensors[counted[0][0]].shape[0] - counted[0][1]
             if batch < 1:
@@ -757,7 +757,7 @@ def check_of_sequences(
                     return False
         if not of_out:
             return True
-        out = tensors[3]
+        q, out = tensors[0], tensors[3]
         return bool(out.shape[dim] == q.shape[dim] and out.is_contiguous())
 
     return fits if fits(*tensors) else None

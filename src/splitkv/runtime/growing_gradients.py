@@ -27,7 +27,7 @@ from splitkv.runtime.call_cache import Launcher, Result
 from splitkv.runtime.growing_call import SEQUENCES_GROW, Bucket, GrowingSequences, keep, layout_of
 
 if TYPE_CHECKING:
-    from splitkv.kernels.host.relaunch import Sequences
+    from splitkv.kernels.host.sequence_repeat import Sequences
 
 
 class AtLength:

@@ -147,10 +147,7 @@ def backward_finish(
     ROWS: tl.constexpr,
     TOGETHER: tl.constexpr,
     SINKS_TOGETHER: tl.constexpr,
-    PREDECESSOR: tl.constexpr,  # the kernel before: done, or running until it is waited for
 ):
-    if PREDECESSOR == "running":
-        tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
     if pid < sink_programs:
         if sinks is not None:

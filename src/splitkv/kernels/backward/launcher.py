@@ -17,8 +17,8 @@ from splitkv.kernels.backward.queries import backward_queries
 from splitkv.kernels.backward.records import BackwardConfig, Gradients, GradientTensors, Stats
 from splitkv.kernels.backward.rows import statistics
 from splitkv.kernels.host.arguments import in_order
+from splitkv.kernels.host.launch import launch_by_name
 from splitkv.kernels.host.partition import padded_dims
-from splitkv.kernels.host.relaunch import launch_by_name
 from splitkv.kernels.host.sequence_sizes import (
     lengths_of,
     offset_type,
@@ -59,11 +59,13 @@ def strides_of_tensors(tensors: GradientTensors) -> GradientTensors:
     )
 
 
-def programs_of_splits(problem: Problem, splits: RowSplits, tile_n: int) -> int:
-    """Programs that add up dk and dv of split rows."""
+def programs_of_splits(
+    problem: Problem, splits: RowSplits, tile_n: int, keys: int = SUM_TILE
+) -> int:
+    """Programs that add up dk and dv of split rows, so many keys each."""
     if splits.splits == 1:
         return 0
-    return problem.batch * problem.num_kv_heads * splits.tiles * (tile_n // SUM_TILE)
+    return problem.batch * problem.num_kv_heads * splits.tiles * (tile_n // keys)
 
 
 def finish_arguments(problem: Problem, splits: RowSplits, tile_n: int) -> dict[str, Any]:
@@ -258,7 +260,6 @@ class BackwardLauncher:
             "sink_numbers": numbers,
             "seqlen_k": lengths_of(p, x).seqlen_k,
             "SINK_GROUP": p.group,
-            "PREDECESSOR": "done",
             **finish_arguments(p, self.variant.row_splits, c.tile_n),
         }
         if programs:

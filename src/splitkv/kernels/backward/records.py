@@ -28,8 +28,8 @@ class GradientTensors(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Tensors that a forward keeps for its backward, in this order; seed: of dropout. The last five
-    are left out together where none of them is there."""
+    """Tensors that a forward keeps for its backward, in this order; seed: of dropout. Those of
+    the last five that are not there may be left out behind those that are."""
 
     q: Any
     k: Any

@@ -41,7 +41,7 @@ from torch import Tensor
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div
 from splitkv.kernels.backward.records import SIZES, Stats
-from splitkv.kernels.host.relaunch import launch_by_name
+from splitkv.kernels.host.launch import launch_by_name
 from splitkv.kernels.host.sequence_sizes import lse_strides, strides_of
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.visit import Strides, load_tile, place, rows_of

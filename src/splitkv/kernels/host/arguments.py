@@ -89,6 +89,6 @@ class Tail:
         assert behind.keys() <= self.place.keys(), f"no such arguments in {[*self.place]}"
         return itemgetter(*(self.place | behind).values())
 
-    def changed(self, arguments: Sequence[Any]) -> Sequence[Any]:
+    def changed(self, arguments: tuple[Any, ...]) -> Sequence[Any]:
         """The arguments with others of a length in the place of these."""
-        return self.in_place((*self.arguments, *arguments))
+        return self.in_place(self.arguments + arguments)  # sooner than with stars

@@ -24,9 +24,11 @@ from splitkv.kernels.combine import (
 from splitkv.kernels.host import workspace
 from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments, pointers
 from splitkv.kernels.host.arguments import Tail, in_order, specialised, tail_in_order
+from splitkv.kernels.host.decode_repeat import Repeat
+from splitkv.kernels.host.launch import Launch, launch_of, observed
 from splitkv.kernels.host.lengths import CacheLayout
+from splitkv.kernels.host.map_launch import LengthLaunch
 from splitkv.kernels.host.partition import grid, packed_rows
-from splitkv.kernels.host.relaunch import Launch, LengthLaunch, Repeat, launch_of, observed
 from splitkv.kernels.limits.scale_layout import scale_strides
 from splitkv.kernels.tile.codec import Scales
 from splitkv.kernels.tile.visit import Strides

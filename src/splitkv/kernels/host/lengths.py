@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -9,9 +10,10 @@ from torch import Tensor
 from splitkv.core.problem import Operands
 
 if TYPE_CHECKING:
-    from splitkv.kernels.host.relaunch import Sequences
+    from splitkv.kernels.host.sequence_repeat import Sequences
 
-
+Layout = tuple[Sequence[int], Sequence[int]]
+"""Shape and strides of a tensor."""
 CacheStrides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]
 """The strides of keys and of values, and of scales of each token or None."""
 CacheLayout = tuple[int, CacheStrides]

@@ -16,10 +16,10 @@ from torch import Tensor
 from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div
+from splitkv.kernels.host.lengths import Layout
 from splitkv.kernels.tile.strides import Strides
 
 if TYPE_CHECKING:
-    from splitkv.kernels.host.relaunch import Layout
     from splitkv.kernels.tile.weight import Scoring
 
 LOG2_E = math.log2(math.e)
@@ -81,7 +81,16 @@ class ResultLayouts(NamedTuple):
     lse_strides: tuple[int, int]
 
 
-NO_LAYOUT: Layout = ((), ())
+def made_layouts(shape: Sequence[int], heads: int, dim: int) -> tuple[Layout, Layout]:
+    """The layouts of out and lse as a call makes them, of so many heads and columns; shape: of q.
+    Plain tuples, as they are made for every length."""
+    row = heads * dim
+    if len(shape) == 3:
+        tokens = shape[0]
+        return ((tokens, heads, dim), (row, dim, 1)), ((heads, tokens), (tokens, 1))
+    batch, tokens = shape[0], shape[1]
+    out = (batch, tokens, heads, dim), (tokens * row, row, dim, 1)
+    return out, ((batch, heads, tokens), (heads * tokens, tokens, 1))
 
 
 def result_layouts(problem: Problem, shape: Sequence[int], given: Layout | None) -> ResultLayouts:
@@ -90,28 +99,12 @@ def result_layouts(problem: Problem, shape: Sequence[int], given: Layout | None)
     shape   of q
     given   the layout of the caller's output, if there is one
     """
-    dim, heads = problem.head_dim_v, problem.num_heads
-    step, step_b, out = heads * dim, 0, given or NO_LAYOUT
-    if len(shape) == 3:
-        tokens = shape[0]
-        lse: Layout = ((heads, tokens), (tokens, 1))
-        if given is None:
-            out = (tokens, heads, dim), (step, dim, 1)
-        lse_strides = 0, tokens
-    else:
-        batch, tokens = shape[0], shape[1]
-        rows = heads * tokens
-        lse = (batch, heads, tokens), (rows, tokens, 1)
-        if given is None:
-            whole = tokens * step
-            out = (batch, tokens, heads, dim), (whole, step, dim, 1)
-            step_b = whole if batch > 1 else 0
-        lse_strides = rows, tokens
-    if given is None:
-        strides = step_b, step, dim if heads > 1 else 0
-    else:
-        strides = row_steps(*given)
-    return ResultLayouts(out, lse, strides, lse_strides)
+    out, lse = made_layouts(shape, problem.num_heads, problem.head_dim_v)
+    if given is not None:
+        out = given
+    packed, steps = len(shape) == 3, lse[1]
+    lse_strides = (0, steps[0]) if packed else (steps[0], steps[1])
+    return ResultLayouts(out, lse, row_steps(*out), lse_strides)
 
 
 class SequenceLengths(NamedTuple):
@@ -162,17 +155,23 @@ CallLayout = tuple[tuple[int, int, int], tuple[Any, Any], tuple[Any, Any, Any]]
 sequences), (shapes of q and k), (strides of q, k and v)). A plain tuple, as every call makes it."""
 
 
+def operand_layouts(here: CallLayout, v_shape: Sequence[int]) -> tuple[Layout, Layout, Layout]:
+    """The layouts of q, k and v; v_shape: of values."""
+    (q_shape, k_shape), (of_q, of_k, of_v) = here[1], here[2]
+    of_keys = k_shape, of_k
+    of_values = of_keys if of_v == of_k and v_shape == k_shape else (v_shape, of_v)
+    return (q_shape, of_q), of_keys, of_values
+
+
 def layouts_at(here: CallLayout, v_shape: Sequence[int], out: Layout | None) -> SequenceLayouts:
     """The SequenceLayouts of tensors.
 
     v_shape   of values; out: the layout of the output, if that is given
     """
-    (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
+    (queries, keys, batch), q_shape = here[0], here[1][0]
     total = q_shape[0] if len(q_shape) == 3 else q_shape[0] * q_shape[1]
-    of_keys = k_shape, of_k
-    of_values = of_keys if of_v == of_k and v_shape == k_shape else (v_shape, of_v)
     lengths = SequenceLengths(queries, keys, total, batch)
-    return SequenceLayouts(lengths, (q_shape, of_q), of_keys, of_values, out)
+    return SequenceLayouts(lengths, *operand_layouts(here, v_shape), out)
 
 
 class SequenceSizes(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +19,18 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.combine import UNUSED, Final, Partial, combine, merge_tiles
 from splitkv.kernels.combine_items import ItemMerge
 from splitkv.kernels.host import workspace
+from splitkv.kernels.host.allocations import NO_PARTIALS, Allocations
 from splitkv.kernels.host.arguments import Tail, in_order
-from splitkv.kernels.host.relaunch import (
-    NO_PARTIALS,
-    Allocations,
+from splitkv.kernels.host.launch import (
+    LatestKernel,
     Launch,
-    Layout,
-    Sequences,
+    LaunchOn,
     bind_to_grids,
-    launch_of,
+    launch_latest,
     observed,
 )
+from splitkv.kernels.host.lengths import Layout
+from splitkv.kernels.host.sequence_repeat import Sequences
 from splitkv.kernels.host.sequence_sizes import (
     CallLayout,
     SequenceLayouts,
@@ -163,7 +164,7 @@ class CombineLaunch:
     columns: int
     fixed: tuple[tuple[str, Any], ...]
     options: Mapping[str, Any]
-    launches: dict[str, Any] = field(default_factory=dict)  # what binds the latest kernel's
+    launches: LatestKernel[LaunchOn] = field(default_factory=partial(LatestKernel, bind_to_grids))
 
     def arguments(self, sizes: SequenceSizes) -> tuple[int, ...]:
         """Arguments that follow from the lengths of a call, in the order of OF_LENGTHS."""
@@ -193,12 +194,7 @@ class CombineLaunch:
         lengths, tokens, out = sizes.lengths, sizes.max_tokens, sizes.results.out_strides
         rows = lengths.batch * tokens
         tail = self.tail.changed((rows, tokens, lengths.total_q, *out))
-        known, launch_on = self.launches.get("latest", (None, None))
-        if known is not compiled:
-            launch_on = bind_to_grids(compiled)
-            self.launches["latest"] = compiled, launch_on
-        grid = rows * self.heads, 1, self.columns
-        return launch_of(compiled, grid, tail) if launch_on is None else launch_on(grid, tail)
+        return launch_latest(self.launches, compiled, (rows * self.heads, 1, self.columns), tail)
 
     @cached_property
     def tail(self) -> Tail:

@@ -17,8 +17,11 @@ from splitkv.core.problem import Operands
 from splitkv.kernels.combine import Final, Partial, final_of
 from splitkv.kernels.combine_slots import TILE_P, TILE_R, TILE_V, WARPS, combine_slots
 from splitkv.kernels.host import launcher
+from splitkv.kernels.host.allocations import Allocations
 from splitkv.kernels.host.append_arguments import NO_NEW_TOKENS, fixed_arguments, pointers
 from splitkv.kernels.host.arguments import in_order, specialised, tail_in_order
+from splitkv.kernels.host.decode_repeat import addresses_of
+from splitkv.kernels.host.launch import Launch, launch_of, observed
 from splitkv.kernels.host.launcher import (
     BOUNDS,
     CacheLaunch,
@@ -30,15 +33,8 @@ from splitkv.kernels.host.launcher import (
     out_strides,
     split_arguments,
 )
+from splitkv.kernels.host.map_launch import LengthLaunch
 from splitkv.kernels.host.partition import packed_rows
-from splitkv.kernels.host.relaunch import (
-    Allocations,
-    Launch,
-    LengthLaunch,
-    addresses_of,
-    launch_of,
-    observed,
-)
 from splitkv.kernels.schedule import head_tiles_argument, head_tiles_of_share
 from splitkv.kernels.tile.step_share import RULES
 

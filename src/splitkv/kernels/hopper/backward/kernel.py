@@ -19,7 +19,8 @@ Tiles of sink tokens come before all others, and the rows that see a tile are sp
 where it would be the last to end or there are few tiles: see kernels/backward/row_splits.py. What
 there is to choose is chosen in variant.py. To be read in this order: this file, load.py,
 mma_half_keys.py (head_dim up to 128) or mma_one_gradient.py, dq_sums.py, sinks.py, epilogue.py,
-finish.py; and queries.py for dq by itself. On the host: launches.py, launcher.py, relaunch.py.
+finish.py; and queries.py for dq by itself, with split_sums.py. On the host: launches.py,
+launcher.py, relaunch.py.
 
 Shapes      as kernels/prefill.py; rows of statistics: see Stats, every head a group of its own
 Grid        row splits x KV heads x sequences x tiles that come first; then

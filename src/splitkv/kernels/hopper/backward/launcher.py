@@ -23,7 +23,8 @@ from splitkv.kernels.hopper.backward.launches import (
 )
 from splitkv.kernels.hopper.backward.relaunch import BackwardRelaunch, address_kernels
 from splitkv.kernels.hopper.primitives.tma_limits import fits_tma
-from splitkv.kernels.host.relaunch import AddressKernel, observed
+from splitkv.kernels.host.address_kernel import AddressKernel
+from splitkv.kernels.host.launch import observed
 
 MAX_KNOWN = 256  # layouts that launches are kept for; past it, they start afresh
 compiled: dict[Hashable, tuple[AddressKernel, ...]] = {}

@@ -17,7 +17,7 @@ from splitkv.core.device import Device
 from splitkv.core.problem import Operands, Problem
 from splitkv.core.tiles import ceil_div, next_power_of_2
 from splitkv.core.variants import HopperBackward
-from splitkv.kernels.backward.finish import SinkSums, SplitSums, backward_finish
+from splitkv.kernels.backward.finish import SinkSums, SplitSums
 from splitkv.kernels.backward.launcher import finish_arguments, programs_of_splits
 from splitkv.kernels.backward.records import Gradients, Saved
 from splitkv.kernels.backward.rows import (
@@ -37,7 +37,7 @@ from splitkv.kernels.hopper.backward.queries import hopper_backward_queries
 from splitkv.kernels.hopper.backward.records import HopperBackwardConfig
 from splitkv.kernels.hopper.backward.shared_memory import SUM_COLUMNS
 from splitkv.kernels.hopper.backward.sinks import threads_with_ds
-from splitkv.kernels.host.relaunch import KernelLaunch
+from splitkv.kernels.host.address_kernel import KernelLaunch
 from splitkv.kernels.host.sequence_sizes import (
     LOG2_E,
     SequenceLengths,
@@ -54,6 +54,7 @@ SUMS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 ERRORS_OF_P = {"half_keys": P_ERROR, "one_gradient": 2.0**-12}
 LEAST_FULL = 0.9  # tiles that lanes have together, for each SM
 SPECIALIZE = {"half_keys": specialize_half_keys, "one_gradient": specialize_one_gradient}
+SUM_KEYS = 16  # whose dk and dv a program of `hopper_backward_queries` adds up
 ALIGNED = 32  # fp32 numbers of a piece of the workspace
 FAR = 1 << 31
 """Strides from which on 32 bits do not hold them."""
@@ -356,12 +357,8 @@ def tokens_of_batch(x: Any) -> int:
 
 def launches_of(bound: Bound, call: GradientCall, sizes: Sizes) -> list[KernelLaunch]:
     """The launches of a call, in their order."""
-    first = [rows_launch(bound, call, sizes), keys_launch(bound, call, sizes)]
-    if bound.variant.queries is None:
-        return [*first, finish_launch(bound, call, sizes)]
-    if not finish_programs(bound, call):
-        return [*first, queries_launch(bound, call, sizes)]
-    return [*first, finish_launch(bound, call, sizes), queries_launch(bound, call, sizes)]
+    last = finish_launch if bound.variant.queries is None else queries_launch
+    return [make(bound, call, sizes) for make in (rows_launch, keys_launch, last)]
 
 
 def rows_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
@@ -458,38 +455,54 @@ def keys_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
 
 
 def queries_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
-    """The launch that makes dq in one order."""
-    p, c = bound.problem, bound.variant.queries
+    """The launch that makes dq in one order, and adds up what programs left."""
+    p, c, splits = bound.problem, bound.variant.queries, bound.variant.row_splits
     assert c is not None, "queries: expected tiles"
     rows = lane_tiling(p, bound.device, sizes.total_q, p.num_heads, c.tile_m)
+    sinks = sink_programs(bound, call)
     arguments = {
         **shared_arguments(bound, call, sizes, rows),
         "dq_strides": sizes.gradients.q,
+        "dk_strides": sizes.gradients.k,
+        "dv_strides": sizes.gradients.v,
         "num_heads": p.num_heads,
+        "sink_programs": sinks,
+        "sink_numbers": sizes.statistics.columns,
+        "num_kv_heads": p.num_kv_heads,
+        "split_tiles": splits.tiles,
+        "row_splits": splits.splits,
         "GROUP": p.group,
         "STAGES": c.num_stages,
         "KEY_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
+        "SPLIT_TILE": bound.variant.tile_n,
+        "SUM_KEYS": SUM_KEYS,
     }
-    pointers = {**OPERANDS_AND_STATS, "dq_ptr": "dq"}
+    pointers = {**OPERANDS_AND_STATS, **LEFT_SUMS, "dq_ptr": "dq"}
     layouts = gradient_layouts(call, c.tile_m, c.tile_n)
-    grid = (rows.tiles * rows.lanes,)
+    sums = programs_of_splits(p, splits, bound.variant.tile_n, SUM_KEYS)
+    grid = (rows.tiles * rows.lanes + sinks + sums,)
     return KernelLaunch(
         hopper_backward_queries, grid, arguments, pointers, layouts, {"num_warps": 4}
     )
 
 
-def finish_programs(bound: Bound, call: GradientCall) -> int:
-    """Programs that add up dsink, and dk and dv of split rows."""
-    p, c = bound.problem, bound.variant
-    heads = 0 if call.saved.sink_logits is None else p.num_heads
-    return heads + programs_of_splits(p, c.row_splits, c.tile_n)
+LEFT_SUMS = {
+    "sinks": SinkSums("sink_sums", "dsink"),
+    "split_sums": SplitSums("split", "dk", "dv"),
+}
+"""The pointers to what programs left."""
+
+
+def sink_programs(bound: Bound, call: GradientCall) -> int:
+    """Programs that add up dsink."""
+    return 0 if call.saved.sink_logits is None else bound.problem.num_heads
 
 
 def finish_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
-    """The launch that adds up what programs left, and rounds dq where that is a sum."""
-    p, c, x = bound.problem, bound.variant, call.saved
-    programs = finish_programs(bound, call)
-    sinks = 0 if x.sink_logits is None else p.num_heads
+    """The launch that adds up what programs left, and rounds dq, which is a sum, too."""
+    p, c = bound.problem, bound.variant
+    sinks, splits = sink_programs(bound, call), programs_of_splits(p, c.row_splits, c.tile_n)
     arguments = {
         **finish_arguments(p, c.row_splits, c.tile_n),
         "dk_strides": sizes.gradients.k,
@@ -500,19 +513,8 @@ def finish_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunc
         "sink_numbers": sizes.statistics.columns,
         "seqlen_k": sizes.lengths.seqlen_k,
         "SINK_GROUP": 1,
-    }
-    pointers: dict[str, Any] = {
-        "sinks": SinkSums("sink_sums", "dsink"),
-        "split_sums": SplitSums("split", "dk", "dv"),
-        "cu_k_ptr": "cu_k",
-    }
-    options = {"num_warps": 8, "launch_pdl": True}
-    if c.dq == "recomputed":
-        arguments["PREDECESSOR"] = "running"
-        return KernelLaunch(backward_finish, (programs,), arguments, pointers, {}, options)
-    arguments |= {
         "dq_strides": sizes.gradients.q,
-        "split_programs": programs - sinks,
+        "split_programs": splits,
         "scale": call.operands.softmax_scale,
         "seqlen_q": sizes.lengths.seqlen_q,
         "batch": p.batch,
@@ -521,6 +523,13 @@ def finish_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunc
         "tiles": sizes.rows.tiles,
         "TILE_M": c.tile_m,
     }
-    pointers |= {"sums_ptr": "sums", "dq_ptr": "dq", "cu_q_ptr": "cu_q"}
-    grid = (programs + sizes.rows.tiles * sizes.rows.lanes,)
+    pointers: dict[str, Any] = {
+        **LEFT_SUMS,
+        "cu_k_ptr": "cu_k",
+        "sums_ptr": "sums",
+        "dq_ptr": "dq",
+        "cu_q_ptr": "cu_q",
+    }
+    options = {"num_warps": 8, "launch_pdl": True}
+    grid = (sinks + splits + sizes.rows.tiles * sizes.rows.lanes,)
     return KernelLaunch(hopper_backward_finish, grid, arguments, pointers, {}, options)

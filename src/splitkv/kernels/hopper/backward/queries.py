@@ -1,10 +1,12 @@
 """dq for Hopper where every sum has to be made in one order: no atomics, S and dP once more.
 
 Computes dq of kernels/backward, whose letters these are: a program owns 128 rows of a head, 64 a
-consumer warpgroup, and visits the tiles of keys that they see; one warp loads the tiles.
+consumer warpgroup, and visits the tiles of keys that they see; one warp loads the tiles. Programs
+behind those add up what `hopper_backward` left: see split_sums.py.
 
 Grid        tiles of rows x lanes, a lane being a query head, dense of one sequence; the last and so
-            heaviest rows first
+            heaviest rows first. Then heads, where there are sink logits, and tiles of all sequences
+            and KV heads x groups of SUM_KEYS keys, where rows are split
 Traffic     reads q, dout, k, v and 8 bytes of statistics a row, writes dq; flops 3 products of
             2 * pairs * head_dim
 """
@@ -21,10 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from splitkv.kernels.backward.finish import SplitTiles
 from splitkv.kernels.hopper.backward.epilogue import store_rows
 from splitkv.kernels.hopper.backward.key_tile import locate_tokens
 from splitkv.kernels.hopper.backward.records import HALF
 from splitkv.kernels.hopper.backward.shared_memory import SWIZZLED
+from splitkv.kernels.hopper.backward.split_sums import LeftSums, add_up_left
 from splitkv.kernels.hopper.primitives.tma_ring import arrivals, async_load, next_slot, reinterpret
 from splitkv.kernels.hopper.primitives.zero_rows import all_cleared, clear_behind
 from splitkv.kernels.tile.band import Bounds, visible, visited_tiles
@@ -32,7 +36,8 @@ from splitkv.kernels.tile.visit import tile_and_lane
 
 SIZES = (  # arguments whose values are no reason to compile again
     *("scale", "scale_log2", "left", "right", "sink_tokens", "seqlen_q", "seqlen_k", "batch"),
-    *("num_heads", "total_q", "tiles", "lanes", "width"),
+    *("num_heads", "total_q", "tiles", "lanes", "width", "sink_programs", "sink_numbers"),
+    *("num_kv_heads", "split_tiles", "row_splits"),
 )
 
 
@@ -268,6 +273,10 @@ def hopper_backward_queries(
     delta_ptr,
     cu_q_ptr,  # [batch + 1] int32, or None: dense
     cu_k_ptr,
+    sinks,  # SinkSums, or None
+    split_sums,  # SplitSums, or None
+    dk_strides,  # Strides
+    dv_strides,
     scale,
     scale_log2,
     left,  # the mask's bounds, or None
@@ -281,14 +290,33 @@ def hopper_backward_queries(
     tiles,  # tiles of rows of a lane
     lanes,
     width,  # lanes that go together
+    sink_programs,  # heads, or 0
+    sink_numbers,
+    num_kv_heads,
+    split_tiles,
+    row_splits,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     KEY_DIM: gl.constexpr,  # of q and k without padding
+    HEAD_DIM_V: gl.constexpr,
+    SPLIT_TILE: gl.constexpr,  # keys of a tile of `hopper_backward`
+    SUM_KEYS: gl.constexpr,  # of a program that adds up
 ):
     desc = QueryDescriptors(q_desc, grad_desc, k_desc, v_desc)
     TILE_M: gl.constexpr = desc.q.block_type.shape[1]
     TILE_N: gl.constexpr = desc.k.block_type.shape[1]
     bounds = Bounds(left, right, sink_tokens)
+
+    # what is left of the other gradients
+    if sinks is not None or split_sums is not None:
+        behind = gl.program_id(0) - tiles * lanes
+        if behind >= 0:
+            of = SplitTiles(
+                cu_k_ptr, seqlen_k, num_kv_heads, dk_strides, dv_strides, split_tiles, row_splits
+            )
+            left_over = LeftSums(sinks, sink_numbers, split_sums, of)
+            add_up_left(left_over, behind, sink_programs, SPLIT_TILE, SUM_KEYS, KEY_DIM, HEAD_DIM_V)
+            return
 
     # whose rows, and which, the last and so heaviest first
     tile, lane = tile_and_lane(gl.program_id(0), tiles, lanes, width)

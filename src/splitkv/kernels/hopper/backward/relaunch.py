@@ -12,13 +12,13 @@ from torch import Tensor
 from splitkv.kernels.backward.records import Gradients, Saved
 from splitkv.kernels.hopper.backward.launches import GradientCall, Sizes, Workspace
 from splitkv.kernels.host import workspace
-from splitkv.kernels.host.relaunch import (
+from splitkv.kernels.host.address_kernel import (
     AddressKernel,
     AddressLaunch,
     KernelLaunch,
     address_kernel,
-    observed,
 )
+from splitkv.kernels.host.launch import ENTER_HOOKS, EXIT_HOOKS, KNOBS, observed
 from splitkv.kernels.host.workspace import allocation
 
 GIVEN = ("q", "k", "v", "grad", "out", "lse", "grad_lse", "sink", "cu_q", "cu_k")
@@ -94,7 +94,7 @@ class BackwardRelaunch:
         if x.sink_logits is not None:
             at_sink = x.sink_logits.data_ptr()
             bits |= at_sink
-        if bits & 15 or observed():
+        if bits & 15 or ENTER_HOOKS or EXIT_HOOKS or (KNOBS and observed()):
             return None
         if self.new_dsink is not None:
             dsink = self.new_dsink()
@@ -111,11 +111,11 @@ class BackwardRelaunch:
                 buffer = workspace.make_buffer(self.device, self.numel, captured)
             first = buffer[0]
         given = at_q, at_k, at_v, at_grad, at_out, at_lse, at_grad_lse, at_sink, at_cu_q, at_cu_k
-        results = dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink
-        key = self.number, given + results, stream, first
+        addresses = given + (dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink)
+        key = self.number, addresses, stream, first
         packed = self.packed.get(key)
         if packed is None:
-            packed = self.packed[key] = self.pack(given + results, stream, first)
+            packed = self.packed[key] = self.pack(addresses, stream, first)
         for function, args in packed:
             function(*args)
         if buffers is not None and not captured:

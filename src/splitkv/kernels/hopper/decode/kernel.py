@@ -48,6 +48,7 @@ from splitkv.kernels.hopper.decode.ring import allocate_boxes, allocate_panels, 
 from splitkv.kernels.hopper.decode.tensor_maps import boxes_of, layouts_of
 from splitkv.kernels.host.append_arguments import TokenTiles, fixed_arguments, token_tiles
 from splitkv.kernels.host.arguments import in_order
+from splitkv.kernels.host.launch import Launch, holding, in_clusters
 from splitkv.kernels.host.launcher import (
     PER_CALL,
     PER_CALL_OF_APPEND,
@@ -61,19 +62,9 @@ from splitkv.kernels.host.launcher import (
     split_arguments,
 )
 from splitkv.kernels.host.lengths import CacheLayout
+from splitkv.kernels.host.map_launch import CacheMaps, bind_to_lengths, bind_to_maps
 from splitkv.kernels.host.partition import grid
-from splitkv.kernels.host.relaunch import (
-    JUST_ADDRESSES,
-    CacheMaps,
-    Launch,
-    TensorMaps,
-    Tile,
-    bind_to_lengths,
-    bind_to_maps,
-    holding,
-    in_clusters,
-    tile_of,
-)
+from splitkv.kernels.host.tensor_maps import JUST_ADDRESSES, TensorMaps, Tile, tile_of
 from splitkv.kernels.limits.hopper_decode_split import (
     NAME,
     bulk_bytes,

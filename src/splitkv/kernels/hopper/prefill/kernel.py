@@ -75,7 +75,7 @@ from splitkv.kernels.hopper.prefill.shared_memory import (
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_warpgroups
 from splitkv.kernels.hopper.primitives.tma_ring import allocate
-from splitkv.kernels.host.relaunch import Grid
+from splitkv.kernels.host.launch import Grid
 from splitkv.kernels.host.sequences import scheduled_splits, sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads, refit
 from splitkv.kernels.schedule_items import ItemSchedule, rule_of

@@ -17,28 +17,21 @@ from splitkv.core.tiles import box_rows
 from splitkv.kernels import prefill
 from splitkv.kernels.combine_items import ItemMerge
 from splitkv.kernels.hopper.prefill.records import Lengths, ScalePointers
+from splitkv.kernels.host.allocations import NO_PARTIALS
 from splitkv.kernels.host.arguments import Tail, in_order
+from splitkv.kernels.host.launch import Grid, LatestKernel, Launch, in_clusters
 from splitkv.kernels.host.launcher import aligned
 from splitkv.kernels.host.lengths import relaunched
-from splitkv.kernels.host.relaunch import (
-    NO_PARTIALS,
-    Grid,
-    Launch,
-    LaunchAt,
-    Layout,
-    OperandBox,
-    OperandMaps,
-    Sequences,
-    bind_to_descriptors,
-    in_clusters,
-    tile_of,
-)
+from splitkv.kernels.host.map_launch import LaunchAt, OperandBox, OperandMaps, bind_to_descriptors
+from splitkv.kernels.host.sequence_repeat import Sequences
 from splitkv.kernels.host.sequence_sizes import (
     CallLayout,
     SequenceLayouts,
     SequenceSizes,
     bounds_of,
     layouts_of_call,
+    made_layouts,
+    operand_layouts,
     result_layouts,
     scale_and_softcap,
 )
@@ -49,6 +42,7 @@ from splitkv.kernels.host.sequences import (
     combine_launch,
     result_shapes,
 )
+from splitkv.kernels.host.tensor_maps import tile_of
 from splitkv.kernels.host.workspace import MOST_UNREAD
 from splitkv.kernels.schedule_items import ItemSchedule
 
@@ -90,6 +84,19 @@ class BoundKernel(NamedTuple):
     cluster_size: int = 0
     exchange_bytes: int = 0
     schedule: ItemSchedule | None = None
+
+    def binder_of(self, compiled: Any) -> LaunchAt | None:
+        """Gives what binds launches of the compiled kernel to layouts; None: no way is known."""
+        return bind_to_descriptors(compiled, self.operand_boxes(compiled))
+
+    def operand_boxes(self, compiled: Any) -> list[OperandBox | None]:
+        """The boxes of the compiled kernel's descriptors, in their order."""
+        boxes: list[OperandBox | None] = []
+        count = 0
+        for name, box in self.boxes.items():
+            boxes.append(box and (OPERAND_OF[name], tile_of(compiled, count), box))
+            count += box is not None
+        return boxes
 
 
 class Box(NamedTuple):
@@ -220,16 +227,14 @@ class HopperLauncher(SequenceLauncher):
         self.bound, self.refit, self.splits = bound, refit, bound.splits
         problem = plan.problem
         self.packed = problem.kind == "varlen"
-        heads, dim = problem.num_heads, problem.head_dim_v
-        self.row = heads, dim, heads * dim  # of the output
+        self.row = problem.num_heads, problem.head_dim_v  # of the output
         self.one_launch: LaunchAt | None = None  # what binds launches of a kernel that is all
         self.first_sizes = self.sizes(layouts_of_call(plan.problem, operands))
         bound.splits.expect_arrivals(self.first_sizes.grid[0])
         self.fixed = bound.fixed | dict(zip(SIZES, self.first_sizes.arguments, strict=True))
         self.results = result_shapes(plan.problem, operands.q)
         self.any_address: prefill.PrefillLauncher | None = None
-        # what is compiled, and what binds launches of that
-        self.launches: tuple[Any, LaunchAt | None] = (None, None)
+        self.launches: LatestKernel[LaunchAt] = LatestKernel(bound.binder_of)
         early = launches_early(bound.splits, operands)
         self.combine: CombineLaunch | ItemMerge | None
         if bound.schedule is None:
@@ -326,64 +331,42 @@ class HopperLauncher(SequenceLauncher):
 
     def keep(self, compiled: Any, merged: Any, operands: Operands) -> None:
         super().keep(compiled, merged, operands)
-        launch_at = self.launches[1]
         alone = self.combine is None and not self.splits.rows
-        if self.compiled is not None and launch_at is not None and alone:
-            self.one_launch = launch_at
+        if self.compiled is not None and alone:
+            self.one_launch = self.launches.binder(compiled)
 
     def at_lengths(self, here: CallLayout, v_shape: Sequence[int]) -> Sequences | None:
         """Makes what SequenceLauncher does; where there is one launch alone, of what that needs."""
         launch_at = self.one_launch
         if launch_at is None:
             return super().at_lengths(here, v_shape)
-        (queries, keys, batch), (q_shape, k_shape), (of_q, of_k, of_v) = here
-        heads, dim, row = self.row
-        max_tokens = queries
+        (queries, keys, batch), q_shape = here[0], here[1][0]
+        heads, dim = self.row
+        out, lse = made_layouts(q_shape, heads, dim)
         if self.packed:
-            total, rows, apart = q_shape[0], 0, 0
-            out: Layout = (total, heads, dim), (row, dim, 1)
-            lse: Layout | None = ((heads, total), (total, 1))
-            of_lse, max_tokens = total, self.problem.cut_tokens_of(queries)
+            total = tokens = q_shape[0]
+            max_tokens, apart, rows = self.problem.cut_tokens_of(queries), 0, 0
         else:
-            total, rows, apart, of_lse = batch * queries, heads * queries, queries * row, queries
-            out = (batch, queries, heads, dim), (apart, row, dim, 1)
-            lse = (batch, heads, queries), (rows, queries, 1)
-            if batch == 1:
-                apart = 0
+            total, tokens, max_tokens = batch * queries, queries, queries
+            apart, rows = 0 if batch == 1 else out[1][0], heads * queries
         grid, tiling = self.bound.tiling(queries, total, batch)
-        arguments = (
-            *(queries, keys, total, batch, rows, of_lse),
-            *(*tiling, max_tokens, apart, row, dim if heads > 1 else 0),
-        )
-        keys_seen = k_shape, of_k
-        values_seen = keys_seen if of_v == of_k and v_shape == k_shape else (v_shape, of_v)
-        maps: OperandMaps = {}, ((q_shape, of_q), keys_seen, values_seen, out)
+        of_lengths = queries, keys, total, batch, rows, tokens
+        of_out = max_tokens, apart, heads * dim, dim if heads > 1 else 0
+        changed = self.tail.changed(of_lengths + tiling + of_out)  # sooner than one put together
+        maps: OperandMaps = {}, (*operand_layouts(here, v_shape), out)
         memory = self.memory
-        if memory.unread and total * heads <= MOST_UNREAD:
-            lse = None
-        launch = launch_at((grid, self.tail.changed(arguments), maps))
-        return Sequences(launch, None, None, memory, (out, lse), NO_PARTIALS)
+        seen = None if memory.unread and total * heads <= MOST_UNREAD else lse
+        launch = launch_at((grid, changed, maps))
+        return Sequences(launch, None, None, memory, (out, seen), NO_PARTIALS)
 
     def relaunch(
         self, compiled: Any, sizes: SequenceSizes, layouts: SequenceLayouts
     ) -> Launch | None:
-        known, launch_at = self.launches
-        if known is not compiled:
-            launch_at = bind_to_descriptors(compiled, self.boxes_of(compiled))
-            self.launches = compiled, launch_at
+        launch_at = self.launches.binder(compiled)
         if launch_at is None:
             return None
         of_tensors = layouts.q, layouts.k, layouts.v, sizes.results.out
         return launch_at((sizes.grid, self.tail.changed(sizes.arguments), ({}, of_tensors)))
-
-    def boxes_of(self, compiled: Any) -> list[OperandBox | None]:
-        """The boxes of the compiled kernel's descriptors, in their order."""
-        boxes: list[OperandBox | None] = []
-        count = 0
-        for name, box in self.bound.boxes.items():
-            boxes.append(box and (OPERAND_OF[name], tile_of(compiled, count), box))
-            count += box is not None
-        return boxes
 
     def without_tma(self, operands: Operands) -> prefill.PrefillLauncher:
         """The kernel for any GPU, by the plan for addresses that this one does not fit."""

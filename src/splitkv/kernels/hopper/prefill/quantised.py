@@ -85,7 +85,7 @@ from splitkv.kernels.hopper.prefill.specialize import specialize_convert
 from splitkv.kernels.hopper.primitives.conversion import PART
 from splitkv.kernels.hopper.primitives.named_barriers import FIRST, PHASES, READY, Numbers
 from splitkv.kernels.hopper.primitives.tma_ring import allocate, arrivals
-from splitkv.kernels.host.relaunch import Grid
+from splitkv.kernels.host.launch import Grid
 from splitkv.kernels.host.sequences import sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads
 from splitkv.kernels.limits.hopper_prefill_quantised import (
