@@ -107,16 +107,14 @@ def best_known(problem: Problem, device: Device, kernel: Kernel) -> Choice:
     Programs of neighbouring heads read neighbouring keys; with several KV heads two of them share
     an SM: measurements/thresholds.md#schedules. With one, in e4m3, larger tiles are faster, as it
     is not memory that its programs wait for: measurements/mixes.md#where-programs-are-when. Where
-    an SM has no room for them, they have smaller tiles or fewer stages.
+    an SM has no room for two, one is faster: measurements/mixes.md#room-for-two.
     """
-    programs_per_sm = 2 if problem.num_kv_heads > 1 else 1
+    if problem.num_kv_heads > 1:
+        two = with_schedule("head_ranges", 2)(problem, device, [kernel])
+        if all_at_once(two.config, problem, device, kernel):
+            return two
     tile_n = 128 if in_larger_tiles(problem, kernel) else 64
-    choice = with_schedule("head_ranges", programs_per_sm, tile_n)(problem, device, [kernel])
-    for smaller in ((programs_per_sm, 32, 0), (programs_per_sm, 32, 2), (1, 32, 2)):
-        if all_at_once(choice.config, problem, device, kernel):
-            break
-        choice = with_schedule("head_ranges", *smaller)(problem, device, [kernel])
-    return choice
+    return with_schedule("head_ranges", 1, tile_n)(problem, device, [kernel])
 
 
 def all_at_once(config: Config, problem: Problem, device: Device, kernel: Kernel) -> bool:
