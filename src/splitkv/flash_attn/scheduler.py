@@ -184,8 +184,10 @@ def fitted_schedule(schedule: Schedule, problem: Problem, packed_new: bool = Fal
 
 @lru_cache(maxsize=4096)
 def fitted(plan: Plan, problem: Problem) -> Plan:
-    """The plan of a call by metadata: where its keys are stored otherwise than metadata can know,
-    which tiles depend on, what a policy that has a name decides for them.
+    """The plan of a call by metadata.
+
+    It is made again, by a policy that has a name, where keys are stored otherwise than metadata can
+    know: tiles depend on it.
     """
     stored_otherwise = problem.codec != plan.problem.codec
     again = stored_otherwise and plan.policy in POLICIES
@@ -207,8 +209,8 @@ def _of_call(plan: Plan, problem: Problem) -> Plan:
 
 
 def _decided_again(plan: Plan, problem: Problem) -> Plan:
-    """What the policy of a plan decides for a call on the plan's own device, or the default where
-    that policy has no name."""
+    """Makes another plan for a call, on the device of a plan and by its policy, or by the default
+    where that has no name."""
     forced = plan.config.num_splits if plan.policy == "fixed" else 0
     policy = plan.policy if plan.policy in POLICIES else DEFAULT
     of_call = _with_details(plan.problem, problem)
