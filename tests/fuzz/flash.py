@@ -287,7 +287,7 @@ def with_kvcache(d: Draw) -> Drawn:
     tokens_of, pairs = v.choice(((1,), (1,), (2, 3), (v.randint(1, 16),))), v.random() < 0.5
     table_type, lse = v.choice((0, 1)), v.random() < 0.5
     with_rows, with_pad, planned = v.random() < 0.2, v.random() < 0.15, v.random() < 0.2
-    policy = v.choice(("tuned", "balanced"))  # of what is planned before
+    policy = v.choice((None, "tuned", "balanced"))  # of what is planned before
     rotary = rotary and appends
     of = shape(d, TYPES)
     tokens = d.rng.choice(tokens_of)
