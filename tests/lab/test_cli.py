@@ -384,10 +384,11 @@ def test_regret_takes_a_table_that_is_not_in_the_package(
     path = tmp_path / "table.json"
     path.write_text(tuned.dump(made))
     calls = stand_in(monkeypatch, "tune.regret.measure_regret", 0)
-    options = "--lengths", "host", "--share", "2/2"
+    options = "--lengths", "host", "--share", "2/2", "--codec", "fp8"
+    assert run("regret", "--codec", "int4").exit_code == 2
     assert run("regret", "--table", str(path), *options).exit_code == 0
     assert calls["args"] == (Draw(150, 1, 1.1e9, (2, 2), 40),)
-    assert calls["lengths"] == "host"
+    assert (calls["lengths"], calls["codec"]) == ("host", "fp8")
     assert list(calls["policies"]) == ["waves", "tuned"]
     choice = calls["policies"]["tuned"](problem, GPUS["h200"], [records.DECODE_SPLIT])
     assert choice.config.tile_n == 128

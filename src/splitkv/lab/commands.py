@@ -7,7 +7,7 @@ import os
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -312,6 +312,7 @@ def regret(
     seed: Annotated[int, typer.Option(help="Of the draw; tune's is 0.")] = 1,
     max_bytes: MostBytes = 1.1e9,
     lengths: Annotated[Lengths, typer.Option(help="Who knows the lengths.")] = Lengths.device,
+    codec: Annotated[str, typer.Option(help="as_is, int8, fp8 or fp8_e5m2.")] = "as_is",
     share: Annotated[str, typer.Option(help="k/n: every n-th problem from the k-th.")] = "1/1",
     policy: Annotated[list[str] | None, typer.Option(help="Repeat; else waves and tuned.")] = None,
     table: Annotated[Path | None, typer.Option(help="Of tuned; else as it is.")] = None,
@@ -323,12 +324,14 @@ def regret(
 ) -> None:
     """Time the plans that policies choose beside the fastest that can be found."""
     with one_line_errors():
+        from splitkv.core.kv import CodecName
         from splitkv.lab.tune import regret as lab
         from splitkv.lab.tune.problems import Draw, share_of
         from splitkv.planner.policies import tuned
 
         expect_at_least("random", random, 0)
         expect_at_least("mixes", mixes, 0)
+        expect_one_of("codec", codec, get_args(CodecName))
         policies = policies_named(policy or ["waves", "tuned"])
         if table is not None:
             expect("tuned" in policies, "table", "None without the policy tuned", str(table))
@@ -337,6 +340,7 @@ def regret(
             Draw(random, seed, max_bytes, share_of(share), mixes),
             with_matrix=matrix,
             lengths=lengths.value,
+            codec=cast(CodecName, codec),
             policies=policies,
             effort=effort(candidates, rounds, time_limit, jobs),
             jobs=jobs,

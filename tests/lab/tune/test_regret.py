@@ -27,8 +27,14 @@ def one(case: Case = CASE) -> dict[str, Any]:
 def regret_of(draw: Draw, **options: Any) -> tuple[int, str]:
     out, screen = console()
     given: dict[str, Any] = {
-        **{"with_matrix": False, "lengths": "device", "policies": POLICY, "effort": Effort(8, 3)},
-        **{"jobs": 0, "json_path": None, "time_limit": None, "console": out},
+        **{"with_matrix": False, "lengths": "device", "codec": "as_is", "policies": POLICY},
+        **{
+            "effort": Effort(8, 3),
+            "jobs": 0,
+            "json_path": None,
+            "time_limit": None,
+            "console": out,
+        },
     }
     return regret.measure_regret(draw, **{**given, **options}), screen.getvalue()
 
@@ -62,6 +68,29 @@ def test_regret_where_the_host_knows_the_lengths(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["case"].endswith("_host")
     with pytest.raises(ValueError, match="^random: expected some, without the matrix, got 0$"):
         regret_of(Draw(0, 1, 1e9))
+
+
+@pytest.mark.usefixtures("h200")
+def test_regret_of_keys_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same draw, named apart, and with the mix in its place."""
+    seen: list[Case] = []
+    study = studies.study
+
+    def watched(case: Case, *rest: Any) -> dict[str, Any]:
+        seen.append(case)
+        return study(case, *rest)
+
+    monkeypatch.setattr(studies, "study", watched)
+    for codec in ("as_is", "fp8", "int8"):
+        path = tmp_path / f"{codec}.jsonl"
+        regret_of(Draw(2, 1, 1e9, mixes=2), json_path=path, codec=codec)
+    plain, fp8, int8 = seen[:4], seen[4:8], seen[8:]
+    for names, codec in ((fp8, "fp8"), (int8, "int8")):
+        assert {c.name.replace(f"_{codec}", "") for c in names} == {c.name for c in plain}
+        assert all(c.problem.codec.name == codec and f"_{codec}" in c.name for c in names)
+        shared = {c.problem.codec.granularity for c in names}
+        assert shared <= {"head", "tensor"}
+    assert [problems.mix_of(c) for c in fp8] == [problems.mix_of(c) for c in plain]
 
 
 def test_the_regret_table_counts_from_the_best() -> None:

@@ -9,8 +9,9 @@ from itertools import product
 from typing import TypeVar
 
 from splitkv.core.errors import expect, expect_at_least, expect_in_range
-from splitkv.core.kv import Paged
+from splitkv.core.kv import AS_IS, Codec, CodecName, Granularity, Paged
 from splitkv.core.problem import Problem
+from splitkv.core.scales import DEFAULT_PRODUCTS
 from splitkv.lab.harness import mixes
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.harness.suites import SUITES
@@ -122,6 +123,18 @@ def mixed(draw: Draw) -> Iterator[list[Case]]:
             lengths = mixes.lengths_of(shape, distribution, number)
             cases.append(Case(f"{case.name}_{name}", p, lengths))
         yield cases
+
+
+def stored(case: Case, codec: CodecName) -> Case:
+    """The case with keys and values in 8 bits, a scale a KV head, where the codec is one of these:
+    `b8_h32x8_d128_q1_k4096_fp8_page16`."""
+    if codec == AS_IS.name:
+        return case
+    p = case.problem
+    keys = f"_k{p.seqlen_k}"
+    granularity: Granularity = "head" if p.num_kv_heads > 1 else "tensor"
+    as_stored = replace(p, codec=Codec(codec, granularity), products=DEFAULT_PRODUCTS[codec])
+    return replace(case, name=case.name.replace(keys, f"{keys}_{codec}"), problem=as_stored)
 
 
 def mix_of(case: Case) -> str:

@@ -16,9 +16,10 @@ from rich.console import Console
 
 from splitkv.core.device import current
 from splitkv.core.errors import expect
+from splitkv.core.kv import CodecName
 from splitkv.lab.harness.terminal import say
 from splitkv.lab.report.studies import regret_table
-from splitkv.lab.tune.problems import Draw, case_of, drawn, matrix, mixed, of_share
+from splitkv.lab.tune.problems import Draw, case_of, drawn, matrix, mixed, of_share, stored
 from splitkv.lab.tune.studies import Effort, run_studies
 from splitkv.planner.policies import Policy
 
@@ -28,6 +29,7 @@ def measure_regret(
     *,
     with_matrix: bool,
     lengths: Literal["host", "device"],
+    codec: CodecName,
     policies: Mapping[str, Policy],
     effort: Effort,
     jobs: int,
@@ -35,7 +37,8 @@ def measure_regret(
     time_limit: float | None,
     console: Console,
 ) -> int:
-    """Time the policies' plans beside the best. 0, or 1 where the GPU was lost."""
+    """Time the policies' plans beside the best, of keys and values that are stored by a codec. 0,
+    or 1 where the GPU was lost."""
     some = with_matrix or draw.count or draw.mixes
     expect(some, "random", "some, without the matrix", draw.count)
     cases = matrix() if with_matrix else []
@@ -44,6 +47,7 @@ def measure_regret(
     cases = [case_of(replace(case.problem, lengths=lengths)) for case in cases]
     if lengths == "device":
         cases += [of[1 + n % (len(of) - 1)] for n, of in enumerate(mixed(draw))]
+    cases = [stored(case, codec) for case in cases]
     records, lost = run_studies(
         *(of_share(cases, draw.share), current(), policies),
         effort=effort,
