@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ from models import make_model  # noqa: E402
 
 from splitkv.integrations import transformers as integration  # noqa: E402
 from splitkv.lab.bench import eager_model as lab  # noqa: E402
+from splitkv.runtime.model_config import attention_sizes  # noqa: E402
 
 
 def test_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,8 +42,29 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         (batch, tokens, name) for batch, tokens in (("1", "5"), ("2", "7")) for name in lab.NAMES
     ]
     assert all(len(row) == 4 + 2 * lab.RUNS and float(row[4]) > 0 for row in rows)
-    assert said[-1].startswith("training step of 1 x 8: splitkv ")
-    assert len(in_turns) == 3 and all("; splitkv / sdpa " in line for line in in_turns)
+    assert said[-1].startswith("training step of 1 x 8: median splitkv ")
+    assert len(in_turns) == 3
+    for line in in_turns:  # shares of sdpa's, of medians and of the least
+        shares = re.findall(r"(splitkv|sdpa|nothing) ([\d.]+) \(([\d.]+)\)", line)
+        assert [name for name, *_ in shares] == [*lab.IN_TURNS] * 2
+        for three in (shares[:3], shares[3:]):
+            ms = {name: float(taken) for name, taken, _ in three}
+            for name, _, share in three:
+                assert float(share) == pytest.approx(ms[name] / ms["sdpa"], abs=0.02, rel=0.02)
+
+
+def test_kernels_of_the_runs_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cache that grows, for all batches and lengths, and of training."""
+    made: list[Any] = []
+    monkeypatch.setattr(lab, "warmup_model", lambda *given: made.append(given))
+    model = make_model("llama")
+    lab.compiled_ahead(model)
+    ((config, serving),) = made
+    assert attention_sizes(config).num_heads == model.config.num_attention_heads
+    assert {lab.WARM_SHAPE[0], *(batch for batch, _ in lab.SHAPES)} == {*serving.batch_sizes}
+    longest = max(tokens for _, tokens in lab.SHAPES) + lab.NEW_TOKENS
+    assert serving.caches == ("growing",) and serving.training
+    assert serving.max_seqlen >= longest and serving.max_seqlen_q >= longest
 
 
 def test_nothing_leaves_the_rest_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:

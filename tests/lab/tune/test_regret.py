@@ -27,14 +27,15 @@ def one(case: Case = CASE) -> dict[str, Any]:
 def regret_of(draw: Draw, **options: Any) -> tuple[int, str]:
     out, screen = console()
     given: dict[str, Any] = {
-        **{"with_matrix": False, "lengths": "device", "codec": "as_is", "policies": POLICY},
-        **{
-            "effort": Effort(8, 3),
-            "jobs": 0,
-            "json_path": None,
-            "time_limit": None,
-            "console": out,
-        },
+        "with_matrix": False,
+        "lengths": "device",
+        "codec": "as_is",
+        "policies": POLICY,
+        "effort": Effort(8, 3),
+        "jobs": 0,
+        "json_path": None,
+        "time_limit": None,
+        "console": out,
     }
     return regret.measure_regret(draw, **{**given, **options}), screen.getvalue()
 
