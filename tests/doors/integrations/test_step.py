@@ -19,7 +19,7 @@ from splitkv.runtime.schedule import Schedule
 from splitkv.testing import Mask
 
 DECODE = Problem("decode", 4, 32, 8, 128, 128, 1, 4096, mask=Mask(True), lengths="device")
-WINDOW = Problem("decode", 4, 32, 8, 128, 128, 1, 4096, mask=Mask(True, 500), lengths="device")
+WINDOW = Problem("decode", 4, 32, 8, 128, 128, 1, 4096, mask=Mask(True, 2000), lengths="device")
 
 
 def step_of(lengths: tuple[int, ...]) -> Step:
@@ -75,9 +75,11 @@ def test_a_graph_has_a_schedule_of_its_own(
 
 
 def test_plans_without_a_schedule(made: list[Any]) -> None:
+    """As those of a narrow window, in which lengths that differ leave little to balance."""
     step = step_of((5, 4096, 0, 300))
     assert step.schedule_of(None) is None
     assert step.schedule_of(make_plan(DECODE, GPUS["h200"])) is None
+    assert step.schedule_of(balanced(replace(DECODE, mask=Mask(True, 200)))) is None
     assert not made
 
 
