@@ -1095,7 +1095,7 @@ VARLEN_ARGUMENTS = DENSE_ARGUMENTS.replace("'sink_logits'", "'bidirectional_rang
 POLICIES = (
     "'waves', 'tuned', 'flash_attention_2', 'flash_attention_3', 'sequence_aware', "
     "'paged_attention_v2', "
-    "'paged_attention_v2_permissive', 'fixed', 'batch_invariant' or 'balanced'"
+    "'paged_attention_v2_permissive', 'fixed', 'batch_invariant', 'scheduled' or 'balanced'"
 )
 
 DECISIONS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [

@@ -248,10 +248,10 @@ DEFAULT_PLANS = Plans(calls=())
 
 def plans_of_engine(same_bits: bool) -> Plans:
     """The plans of an engine's layer: with `same_bits` those of `batch_invariant`, else for steps
-    that decode of the policy that DECODE_POLICY names, or of `balanced`."""
+    that decode of the policy that DECODE_POLICY names, or of `scheduled`."""
     if same_bits:
         return Plans("batch_invariant")
-    return Plans(os.environ.get(DECODE_POLICY, "balanced"), ["decode"])
+    return Plans(os.environ.get(DECODE_POLICY, "scheduled"), ["decode"])
 
 
 def plan_of_layers_alike(

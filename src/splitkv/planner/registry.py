@@ -41,7 +41,7 @@ KERNELS: tuple[Kernel, ...] = (
     records.TORCH_MATH,
 )
 
-BY_TIME = ("waves", "tuned", "balanced")
+BY_TIME = ("waves", "tuned", "scheduled", "balanced")
 """Policies that weigh times, which a few keys hardly change. The others are rules to be followed to
 the key."""
 

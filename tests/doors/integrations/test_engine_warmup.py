@@ -33,9 +33,9 @@ from splitkv.integrations.serving import (
 from splitkv.runtime import attention, call_cache, compile_pool, compile_worker
 from splitkv.runtime.compile_worker import Task
 
-SIZES = Sizes(batch_sizes=(1, 2, 4), max_tokens=64, max_sequences=4, max_seqlen_k=1024)
-HEADS, KV_HEADS, DIM, PAGE = 32, 32, 128, 16  # so many that some steps have a schedule
-POLICY = "balanced"
+SIZES = Sizes(batch_sizes=(1, 2), max_tokens=64, max_sequences=2, max_seqlen_k=1024)
+HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
+POLICY = "scheduled"
 
 
 def layer(codec: Codec = AS_IS) -> Layer:
@@ -56,7 +56,7 @@ def layer(codec: Codec = AS_IS) -> Layer:
 
 def attend_a_step(draw: random.Random) -> None:
     """A step of sequences that decode, some of them, and a chunk of a prompt, or not."""
-    decodes, chunk = draw.randrange(4), draw.choice((0, draw.randrange(1, 62)))
+    decodes, chunk = draw.randrange(3), draw.choice((0, draw.randrange(1, 62)))
     if not decodes and not chunk:
         return
     lengths = [draw.randrange(1, 1000) for _ in range(decodes)]
@@ -94,8 +94,7 @@ def test_steps_of_any_sizes_compile_nothing(seed: int, monkeypatch: pytest.Monke
     with fake_gpu("h200"), torch.no_grad():
         made = engine_warmup.warm_layer(layer(), SIZES)
         assert made is not None and not made.failures
-        by_schedule, in_even_splits = "decode_walk", "decode_all_warps"
-        assert {"append_kv", by_schedule, in_even_splits} < set(made.kernels.values())
+        assert {"append_kv", "decode_walk"} < set(made.kernels.values())
         with compilations() as compiled:
             for _ in range(150):
                 attend_a_step(draw)
@@ -194,7 +193,7 @@ def test_sizes_of_an_engine() -> None:
     )
     batches = 1, 2, 3, 4, 8, 16, 20
     assert found == Sizes(batches, 256, 20, 999, decode_lens=(1, 3), appends=False)
-    assert Sizes.of((), max_sequences=4, max_tokens=64, max_seqlen_k=1024) == SIZES
+    assert Sizes.of((), max_sequences=2, max_tokens=64, max_seqlen_k=1024) == SIZES
 
 
 def test_bounds_are_those_of_steps() -> None:

@@ -255,7 +255,7 @@ def test_graphs(page_size: int) -> None:
 
 @pytest.mark.parametrize("policy", ["", "waves"])
 def test_the_policy_of_requests_that_decode(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`balanced`, as in vLLM, or that of the environment."""
+    """`scheduled`, as in vLLM, or that of the environment."""
     if policy:
         monkeypatch.setenv("SPLITKV_DECODE_POLICY", policy)
     engine = Engine()
@@ -263,7 +263,7 @@ def test_the_policy_of_requests_that_decode(policy: str, monkeypatch: pytest.Mon
     engine.step(ForwardMode.DECODE, {0: 1, 3: 1})
     (plans,) = engine.backend.plans.values()
     made = [(plan.policy, plan.problem.kind) for plan in plans._made.values() if plan]
-    assert made == [(policy or "balanced", "decode")]
+    assert made == [(policy or "scheduled", "decode")]
 
 
 def test_graphs_of_other_batches_are_refused() -> None:

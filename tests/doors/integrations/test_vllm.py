@@ -1064,12 +1064,12 @@ def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_policy_of_requests_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPLITKV_DECODE_POLICY", "balanced")
+    monkeypatch.setenv("SPLITKV_DECODE_POLICY", "scheduled")
     engine = Engine()
     for _ in mixed_steps(engine, 4):
         pass
     plans = engine.impl.plans._made.values()
-    assert {(plan.policy, plan.problem.kind) for plan in plans} == {("balanced", "decode")}
+    assert {(plan.policy, plan.problem.kind) for plan in plans} == {("scheduled", "decode")}
 
 
 def test_a_policy_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:

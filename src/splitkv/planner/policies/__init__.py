@@ -14,6 +14,7 @@ from splitkv.planner.policies import (
     mixes,
     paged_attention_v2,
     persistent,
+    scheduled,
     sequence_aware,
     tuned,
     waves,
@@ -31,6 +32,7 @@ POLICIES: dict[str, Policy] = {
     "paged_attention_v2_permissive": paged_attention_v2.choose_permissive,
     "fixed": fixed.choose,
     "batch_invariant": batch_invariant.choose,
+    "scheduled": scheduled.choose,
     "balanced": balanced.choose,
 }
 DEFAULT = "tuned"
@@ -48,6 +50,7 @@ __all__ = [
     "mixes",
     "paged_attention_v2",
     "persistent",
+    "scheduled",
     "sequence_aware",
     "tuned",
     "waves",

@@ -1,9 +1,6 @@
 """The policy for batches whose lengths differ, however they do: a schedule of the step wherever the
 first kernel has one for several sequences and some mix of lengths may gain by it, else what `tuned`
-decides.
-
-The lengths of most batches of an engine are far below the greatest one that it serves, which is all
-that a plan knows. Which schedule: `persistent.best_known`.
+decides. Which schedule: `persistent.best_known`.
 """
 
 from __future__ import annotations

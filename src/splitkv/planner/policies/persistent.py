@@ -1,9 +1,10 @@
 """Programs that stay, with shares of a step's tiles that a schedule made on the device gives them.
 
-For batches whose lengths differ: the policy `balanced` takes such plans wherever there are any, and
-`with_schedule` makes policies that take one in particular. `tuned` and `waves`, which know the
-greatest length alone, take one where it costs next to nothing should lengths be equal after all:
-`where_it_costs_little`. What the cost model says of a mix of lengths: `mixes`.
+For batches whose lengths differ: the policy `scheduled` takes such plans wherever there are any,
+`balanced` where some mix of lengths may gain by one, and `with_schedule` makes policies that take
+one in particular. `tuned` and `waves`, which know the greatest length alone, take one where it
+costs next to nothing should lengths be equal after all: `where_it_costs_little`. What the cost
+model says of a mix of lengths: `mixes`.
 """
 
 from __future__ import annotations
