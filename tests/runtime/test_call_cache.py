@@ -146,6 +146,22 @@ def any_length(tensors: Any) -> Any:
     return call_cache.check_of(tensors, any_length={1: 1})
 
 
+def test_another_thread_may_forget_every_call_at_any_time() -> None:
+    """Also between two looks at one table."""
+    cache = Cache()
+    tensors, check = [torch.zeros(2), torch.zeros(1, 5, 3, 4)], any_length
+
+    class Forgotten(dict[Any, Any]):
+        def __contains__(self, key: Any) -> bool:
+            known = super().__contains__(key)
+            self.clear()
+            return known
+
+    cache._by_pattern = Forgotten()
+    for _ in range(3):
+        cache.get_or_bind_alike("options", tensors, "pattern", check, object)
+
+
 def test_a_call_of_any_length_is_bound_the_second_time() -> None:
     cache = Cache()
     x, wide = torch.zeros(2), torch.zeros(1, 2, 3, 4)

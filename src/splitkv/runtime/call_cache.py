@@ -109,6 +109,8 @@ class BoundCall:
         return result
 
 
+NEW: Any = object()
+"""In the place of what is kept for calls of a pattern, the first time that one comes."""
 Check = Callable[..., bool]
 Entry = tuple[Check, bool | None, Bound]
 """(fits, grad_mode, bound): a check of all tensors, what torch.is_grad_enabled() has to be, or None
@@ -203,14 +205,13 @@ class CallCache(Generic[Bound]):
         """
         key = options, pattern
         try:
-            known = key in self._by_pattern
+            kept = self._by_pattern.get(key, NEW)
         except TypeError:  # describing says what is not right
             return None
-        if not known:
+        if kept is NEW:
             self._make_room()
             self._by_pattern[key] = None
             return None
-        kept = self._by_pattern[key]
         if kept is None:
             fits = check(tensors)
             bound = None if fits is None else bind()
