@@ -204,6 +204,7 @@ class CallCache(Generic[Bound]):
         any_first   the first tensor has another length in each of them
         """
         key = options, pattern
+        kept: tuple[Check | None, Bound | None] | None
         try:
             kept = self._by_pattern.get(key, NEW)
         except TypeError:  # describing says what is not right
