@@ -218,8 +218,12 @@ class CallCache(Generic[Bound]):
             bound = None if fits is None else bind()
             kept = self._by_pattern[key] = fits, bound
         fits, bound = kept
-        if fits is None or bound is None or not fits(*tensors):
+        if fits is None or bound is None:
             return None
+        if not fits(*tensors):  # one may be given twice, or made in torch.inference_mode
+            fits = check(tensors)
+            if fits is None:
+                return None
         self._add(options, tensors, fits, bound, any_first)
         return bound
 
