@@ -306,6 +306,8 @@ def test_nested_tensors() -> None:
     said = "expected a strided tensor, got layout nested$"
     with pytest.raises(ValueError, match=f"^q: {said}"):
         splitkv.attention(x, x, x, softcap=0.3125)
+    with pytest.raises(ValueError, match=f"^q: {said}"):
+        splitkv.decode(x, x, x, softcap=0.3125)
     with pytest.raises(ValueError, match=f"^k_cache: {said}"):
         splitkv.decode(t(B, 1, 2, D), x, x, softcap=0.3125)
     with pytest.raises(ValueError, match=f"^q: {said}"):

@@ -122,6 +122,23 @@ def test_an_output_in_another_layout_and_dtype() -> None:
         assert a.dtype == torch.bfloat16 and torch.equal(a, b)
 
 
+def test_arguments_by_name_come_in_any_order() -> None:
+    """Two calls that differ in which length is which are two kinds of calls."""
+    q, k, v, grad_out = (torch.randn(20, 2, 16) for _ in range(4))
+    short = torch.tensor([0, 5, 10, 15, 20], dtype=torch.int32)
+    long = torch.tensor([0, 13, 18, 19, 20], dtype=torch.int32)
+    for cu_q, cu_k, most_q, most_k in ((short, long, 5, 13), (long, short, 13, 5)):
+        options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        lengths = {"max_seqlen_q": most_q, "max_seqlen_k": most_k}
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = splitkv.attention_varlen(*leaves, **options, **lengths, return_lse=True)
+        wanted = torch.autograd.grad(out, leaves, grad_out)
+        lengths = dict(sorted(lengths.items(), key=lambda item: item[1]))
+        found = attention_backward(grad_out, q, k, v, out, lse, **options, **lengths)
+        for x, exact in zip(found[:3], wanted, strict=True):
+            torch.testing.assert_close(x, exact)
+
+
 def test_the_lse_is_differentiable_itself() -> None:
     q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv")
 
@@ -143,6 +160,7 @@ def test_the_lse_is_differentiable_itself() -> None:
         ({"out": torch.randn(1, 6, 2, 4)}, "out: expected [batch=1, seqlen_q=6, num_heads=2, "),
         ({"lse": torch.randn(1, 6, 2)}, "lse: expected [batch=1, num_heads=2, seqlen_q=6], got"),
         ({"dropout_p": 0.1}, "argument of attention_backward: expected 'causal'"),
+        ({"bidirectional_ranges": None}, "argument of attention_backward: expected 'causal'"),
         ({"cu_seqlens_q": torch.tensor([0, 6])}, "cu_seqlens_k: expected a value with"),
     ],
 )

@@ -146,6 +146,46 @@ def any_length(tensors: Any) -> Any:
     return call_cache.check_of(tensors, any_length={1: 1})
 
 
+def test_a_call_of_any_length_with_tensors_of_another_kind() -> None:
+    """One of them given twice, or made in inference mode: each has a check of its own, and what was
+    bound to any length serves them all."""
+    cache, bound = Cache(), object()
+    x, y = torch.zeros(2, 2)
+    with torch.inference_mode():
+        inferred = torch.zeros(2, 2)[1]
+    long = (torch.zeros(1, n, 3, 4) for n in range(5, 50))
+
+    def check(tensors: Any) -> Any:
+        return call_cache.check_of(tensors, any_length={2: 1})
+
+    assert cache.get_or_bind_alike("options", [x, y, next(long)], "pattern", check, object) is None
+    made = [bound]
+    for _ in range(2):
+        for other in (y, x, inferred):
+            tensors = [x, other, next(long)]
+            found = cache.match("options", tensors)
+            if found is None:
+                found = cache.get_or_bind_alike("options", tensors, "pattern", check, made.pop)
+            assert found is bound
+    assert cache.match("options", [x, x, next(long)]) is bound
+
+
+def test_another_thread_may_forget_every_call_at_any_time() -> None:
+    """Also between two looks at one table."""
+    cache = Cache()
+    tensors, check = [torch.zeros(2), torch.zeros(1, 5, 3, 4)], any_length
+
+    class Forgotten(dict[Any, Any]):
+        def __contains__(self, key: Any) -> bool:
+            known = super().__contains__(key)
+            self.clear()
+            return known
+
+    cache._by_pattern = Forgotten()
+    for _ in range(3):
+        cache.get_or_bind_alike("options", tensors, "pattern", check, object)
+
+
 def test_a_call_of_any_length_is_bound_the_second_time() -> None:
     cache = Cache()
     x, wide = torch.zeros(2), torch.zeros(1, 2, 3, 4)

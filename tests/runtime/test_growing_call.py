@@ -36,6 +36,7 @@ FIRST, STEPS = 500, 80  # three buckets
 # of what the next bucket needs.
 MOST_CALLS, MOST_CALLS_READY = 55, 230
 STEPS_TO_A_BUCKET = 6
+LEAST_ADDRESS = 1 << 24
 Caches = dict[str, Any]
 
 
@@ -94,6 +95,12 @@ GROWTHS: dict[str, tuple[str, Callable[[int], Caches]]] = {
         "h200",
         lambda n: of_heads(n) | {"sink_logits": torch.zeros(HEADS), "return_lse": True},
     ),
+    "slopes of two sequences": (
+        "h200",
+        lambda n: of_heads(n, batch=2) | {"alibi_slopes": torch.zeros(2, HEADS)},
+    ),
+    "queries in 8 bits": ("h200", lambda n: quantised_query(n, 1, HEADS)),
+    "queries in 8 bits on another GPU": ("a100", lambda n: quantised_query(n, 1, 1, HEADS)),
     "splits of the caller": ("h200", lambda n: of_heads(n) | {"num_splits": 3}),
     "int8": ("h200", lambda n: quantised(n, "head")),
     "int8 by token": ("h200", lambda n: quantised(n, "token")),
@@ -104,6 +111,11 @@ GROWTHS: dict[str, tuple[str, Callable[[int], Caches]]] = {
 }
 
 
+def quantised_query(n: int, *shape: int) -> Caches:
+    """Caches for a query of the same 8 bits, with scales of this shape."""
+    return quantised(n, "head", torch.float8_e4m3fn) | {"q_scale": torch.zeros(shape)}
+
+
 def narrowed(caches: Caches) -> Caches:
     """Columns of wider caches: strides of every other length are multiples of 16."""
     return {name: x[..., :64] for name, x in caches.items()}
@@ -111,9 +123,9 @@ def narrowed(caches: Caches) -> Caches:
 
 def query(caches: Caches) -> Tensor:
     k = caches["k_cache"]
-    dtype = torch.bfloat16 if k.element_size() == 1 else k.dtype
+    dtype = torch.bfloat16 if k.element_size() == 1 and "q_scale" not in caches else k.dtype
     batch = 1 if "page_table" in caches else k.shape[0]
-    return torch.zeros(batch, 1, HEADS, k.shape[3], dtype=dtype)
+    return torch.zeros(batch, 1, HEADS, k.shape[3]).to(dtype)
 
 
 def launches(recorded: Recorded) -> list[tuple[str, tuple[Any, ...]]]:
@@ -141,7 +153,9 @@ def in_maps(found: list[tuple[str, tuple[Any, ...]]], length: int) -> list[Any]:
 
 def is_memory(x: Any) -> bool:
     """Whether an argument has the address of results or of partials, which are new in each call."""
-    return isinstance(x, tuple) and len(x) in (2, 3) and x[:1] != ("map",)
+    if not isinstance(x, tuple) or x[:1] == ("map",):
+        return False
+    return any(type(item) is int and item >= LEAST_ADDRESS for item in x)
 
 
 @pytest.mark.parametrize("name", GROWTHS)
@@ -448,12 +462,17 @@ def test_a_single_scale_is_not_one_of_a_token(gpu: Recorded) -> None:
         assert grown == launches(gpu)
 
 
+def off_by_an_element(n: int) -> Tensor:
+    """Keys as those of `of_heads` at an address that is no multiple of 16."""
+    memory = torch.zeros(KV_HEADS * n * DIM + 1, dtype=torch.bfloat16)[1:]
+    return memory.view(1, KV_HEADS, n, DIM).transpose(1, 2)
+
+
 def test_an_address_that_is_no_multiple_of_16(gpu: Recorded) -> None:
     """It is launched through Triton, with the strides of its own length."""
     q, _ = growing()
     for n in (FIRST + 3, FIRST + 4):
-        memory = torch.zeros(KV_HEADS * n * DIM + 1, dtype=torch.bfloat16)[1:]
-        k = memory.view(1, KV_HEADS, n, DIM).transpose(1, 2)
+        k = off_by_an_element(n)
         gpu.calls.clear()
         gpu.through_triton = 0
         with pytest.warns(UserWarning, match="multiples of 16 bytes"):
@@ -465,6 +484,50 @@ def test_an_address_that_is_no_multiple_of_16(gpu: Recorded) -> None:
     gpu.through_triton = 0
     splitkv.decode(q, **caches)
     assert gpu.through_triton == 0
+
+
+def test_a_known_cache_off_by_an_element_has_as_many_keys(gpu: Recorded) -> None:
+    """And not those that the plan of its layout was made for."""
+    caches = of_heads(FIRST)
+    for off in (False, True):
+        gpu.calls.clear()
+        if not off:
+            splitkv.decode(query(caches), **caches)
+        else:
+            with pytest.warns(UserWarning, match="multiples of 16 bytes"):
+                splitkv.decode(query(caches), off_by_an_element(FIRST), caches["v_cache"])
+        (_, args), *_ = gpu.calls
+        assert FIRST in args and registry.rounded_up(FIRST) not in args[20:]
+
+
+def test_an_address_that_is_no_multiple_of_16_decides_for_itself_alone(
+    gpu: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later cache of the same layout has the kernel that it would have had without it."""
+    monkeypatch.setattr(dispatch, "_unfit", lambda operands, kernel: kernel.unfit(operands))
+    q, _ = growing()
+    aligned = of_heads(FIRST + STEPS)
+    splitkv.decode(q, off_by_an_element(FIRST + STEPS), aligned["v_cache"])
+    gpu.calls.clear()
+    splitkv.decode(q, **aligned)
+    made = launches(gpu)
+    dispatch.calls.clear()
+    splitkv.decode(q, **aligned)
+    assert made == launches(gpu)
+
+
+@pytest.mark.parametrize("of", ["h200", "a100"])
+def test_results_are_where_the_caller_s_strides_say(of: str) -> None:
+    """Whatever was compiled for those of another call."""
+    with fake_gpu(of) as gpu, torch.no_grad():
+        shape = 2, 2, HEADS, DIM
+        q, out = torch.zeros(2, *shape, dtype=torch.bfloat16)
+        heads_first = torch.zeros_like(out.transpose(1, 2).contiguous()).transpose(1, 2)
+        for x in (out, heads_first):
+            for n in range(FIRST, FIRST + STEPS):
+                gpu.calls.clear()
+                splitkv.decode(q, **of_heads(n, batch=2), out=x)
+                assert x.stride()[:3] in gpu.calls[0][1]
 
 
 def test_a_launch_hook_sees_every_launch(gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:

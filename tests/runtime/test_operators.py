@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import paged
 
 import splitkv
@@ -446,6 +447,24 @@ def test_compiled_dropout_follows_the_seed() -> None:
         results.append(compiled(**call))
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
+
+
+class Passing(TorchDispatchMode):
+    """Sees every operator and lets it pass."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_seed_of_dropout_in_a_graph_is_drawn_on_the_host() -> None:
+    """Whatever the default device is, as drawing it there would have the host wait."""
+    call = make_operands(replace(DENSE, dropout=True))
+    results = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        with torch.device(device), Passing():
+            results.append(splitkv.attention(**call))
+    assert torch.equal(*results)
 
 
 def test_dropout_in_a_graph_leaves_the_random_state_alone() -> None:

@@ -70,6 +70,14 @@ def test_a_schedule_has_a_start_for_every_program(schedule: str, launched: list[
     assert again is made and launched[1][0] is made.starts
 
 
+def test_each_device_has_a_launcher_of_its_own(launched: list[Any]) -> None:
+    """One plan serves GPUs of a kind; a kernel is loaded on one of them."""
+    plan = on_cpu(plan_of())
+    for lengths in (LENGTHS, LENGTHS.to("meta"), LENGTHS):
+        splitkv.make_schedule(plan, lengths)
+    assert len(launched) == 3 and len(set(schedules._launchers.values())) == 2
+
+
 BAD = {
     "plan": ({"plan": None}, "plan: expected a splitkv.Plan"),
     "schedule": (

@@ -8,6 +8,7 @@ runs: see support/fake_gpu.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -273,6 +274,38 @@ def test_tensors_that_were_changed_in_place_are_refused(gpu: Recorded) -> None:
             leaves[changed].add_(1.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+def test_tensors_that_hooks_have_saved_elsewhere_have_strides_of_their_own(gpu: Recorded) -> None:
+    """As `save_on_cpu` brings slices back without the gaps between; and slices without hooks have
+    theirs, before and after."""
+    qkv = packed(2, TOKENS, HEADS + 2 * KV_HEADS, DIM)
+    parts = qkv.split((HEADS, KV_HEADS, KV_HEADS), 2)
+    grad = torch.randn(2, TOKENS, HEADS, DIM, dtype=qkv.dtype)
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    for moved in (False, False, True, True, False):
+        with hooks(Tensor.contiguous, lambda x: x) if moved else nullcontext():
+            out = splitkv.attention(*parts)
+        gpu.calls.clear()
+        (found,) = torch.autograd.grad(out, qkv, grad)
+        assert found.shape == qkv.shape
+        (args,) = (args for kernel, args in gpu.calls if kernel == "hopper_backward")
+        maps = [n for n, x in enumerate(args) if isinstance(x, tuple) and x[:1] == ("map",)]
+        for n, x in zip((maps[0], *maps[2:4]), parts, strict=True):
+            strides = x.contiguous().stride() if moved else x.stride()
+            assert args[n + 1 : n + 9] == (*x.shape, *strides)
+
+
+def test_a_gradient_of_the_lse_in_another_type_is_converted(gpu: Recorded) -> None:
+    q, k, v = (x.detach() for x in dense()[1])
+    out, lse = splitkv.attention(q, k, v, return_lse=True)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):
+        grad_lse = torch.zeros_like(lse, dtype=dtype)
+        gpu.calls.clear()
+        splitkv.distributed.attention_backward(out, q, k, v, out, lse, grad_lse=grad_lse)
+        (args,) = (args for kernel, args in gpu.calls if kernel == "backward_rows")
+        given = [x for arg in args for x in (arg if isinstance(arg, tuple) else (arg,))]
+        assert (grad_lse.data_ptr() in given) == (dtype == torch.float32)
 
 
 def test_the_lse_is_a_result_of_autograd_where_it_is_asked_for(gpu: Recorded) -> None:

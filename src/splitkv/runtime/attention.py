@@ -377,7 +377,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor | tuple[T
         given["window_left"], given["window_right"] = given["window_size"]
         given["needs_grad"] = grad
         if given["dropout_p"] > 0:
-            given["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
+            # on the host, whatever torch.set_default_device says
+            given["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
         optional = (given.get(name) for name in NAMES[3:-1])
         made, lse = attention_op(q, k, v, *optional, handle_of(plan))
         if out is not None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 FIXED = {"return_lse": True, "dropout_p": 0.0}
 """The options that the forward of a partial result is called with."""
 _FORWARD_ONLY = (
-    *("q_scale", "k_scale", "v_scale", "products", "page_table", "cache_seqlens"),
-    "max_sink_tokens",
+    *("q_scale", "k_scale", "v_scale", "products", "page_table", "cache_seqlens", "out"),
+    *("out_scale", "max_sink_tokens", "bidirectional_ranges"),
 )
 
 
@@ -74,7 +74,8 @@ def attention_backward(
     grad_lse  as lse, the gradient of what is made from it; None: 0
     options   those of `attention` that say what the scores and the mask of these keys are: causal,
               window_size, sink_tokens, attention_chunk, sink_logits, softmax_scale, softcap,
-              alibi_slopes, deterministic. No quantised keys, no pages, no dropout
+              alibi_slopes, deterministic. No quantised keys, no pages, no bidirectional ranges, no
+              dropout
 
     Returns the gradients of q (the part that these keys make: those of disjoint keys add up), k, v,
     and where they are given the sink logits [num_heads] (that of all keys, whichever k are given:
@@ -163,18 +164,17 @@ def _delta(rows: _Rows, wide: torch.dtype) -> Tensor:
 
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:
-    """Every argument of `attention_varlen`, or of `attention` where there are no cu_seqlens."""
-    positional = required_of("attention_varlen")
+    """Every argument of `attention_varlen`, or of `attention` where there are no cu_seqlens, in one
+    order, whatever that of the caller is."""
     function: Any = "attention_varlen" if "cu_seqlens_q" in options else "attention"
-    defaults = defaults_of(function)
+    positional, defaults = required_of(function), defaults_of(function)
     known = [name for name in defaults if name not in (*_FORWARD_ONLY, *FIXED)]
-    known += positional if function == "attention_varlen" else ()
+    known += positional
     for name in options:
         expect_one_of("argument of attention_backward", name, known)
-    if function == "attention_varlen":
-        for name in positional:
-            expect(name in options, name, "a value with cu_seqlens_q", None)
-    return {**defaults, **options, **FIXED}
+    for name in positional:
+        expect(name in options, name, "a value with cu_seqlens_q", None)
+    return {**dict.fromkeys(positional), **defaults, **options, **FIXED}
 
 
 def _bind(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> _Bound:
@@ -202,7 +202,8 @@ def _on_gpu(launcher: SequenceLauncher, x: Operands, rows: _Rows) -> AttentionGr
     run = backward_of(launcher, x)
     wanted = x.alibi_slopes is not None
     out, lse = rows.out.contiguous(), rows.lse.float().contiguous()
-    found = run(x, None, out, lse, rows.grad_out, rows.grad_lse, wanted)
+    grad_lse = None if rows.grad_lse is None else rows.grad_lse.float()  # as kernels read both
+    found = run(x, None, out, lse, rows.grad_out, grad_lse, wanted)
     return AttentionGradients(found.dq, found.dk, found.dv, None, found.dslopes)
 
 

@@ -109,6 +109,8 @@ class BoundCall:
         return result
 
 
+NEW: Any = object()
+"""In the place of what is kept for calls of a pattern, the first time that one comes."""
 Check = Callable[..., bool]
 Entry = tuple[Check, bool | None, Bound]
 """(fits, grad_mode, bound): a check of all tensors, what torch.is_grad_enabled() has to be, or None
@@ -202,22 +204,26 @@ class CallCache(Generic[Bound]):
         any_first   the first tensor has another length in each of them
         """
         key = options, pattern
+        kept: tuple[Check | None, Bound | None] | None
         try:
-            known = key in self._by_pattern
+            kept = self._by_pattern.get(key, NEW)
         except TypeError:  # describing says what is not right
             return None
-        if not known:
+        if kept is NEW:
             self._make_room()
             self._by_pattern[key] = None
             return None
-        kept = self._by_pattern[key]
         if kept is None:
             fits = check(tensors)
             bound = None if fits is None else bind()
             kept = self._by_pattern[key] = fits, bound
         fits, bound = kept
-        if fits is None or bound is None or not fits(*tensors):
+        if fits is None or bound is None:
             return None
+        if not fits(*tensors):  # one may be given twice, or made in torch.inference_mode
+            fits = check(tensors)
+            if fits is None:
+                return None
         self._add(options, tensors, fits, bound, any_first)
         return bound
 

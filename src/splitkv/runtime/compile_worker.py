@@ -1,7 +1,7 @@
 """A process that finds and compiles what calls of a model need: `main`.
 
 It reads pickled requests from its standard input and writes pickled answers to its standard output,
-each behind its length; `CompilePool` is the other end. It never asks for a GPU.
+each behind its length; `compile_pool.py` is the other end. It never asks for a GPU.
 """
 
 from __future__ import annotations

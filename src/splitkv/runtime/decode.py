@@ -240,12 +240,7 @@ def decode(
             )
         except KeyError:
             recent = ()
-        except (
-            TypeError,
-            ValueError,
-            AttributeError,
-            IndexError,
-        ):  # describing says what is not right
+        except (ValueError, *call_cache.NO_TENSOR):  # describing says what is not right
             recent, options = (), ([],)  # which no cache holds
         for fits, grad_mode, bound in recent:
             if fits(*tensors) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):

@@ -351,7 +351,8 @@ class GrowingCall(Growing):
             or of_latest != strides
             or not (ends is None or both_reach(k, v, ends))
         ):
-            found = self.launch_at((length, strides), q, k, v, k_scale, v_scale)
+            tensors = q, k, v, out, alibi_slopes, q_scale, k_scale, v_scale
+            found = self.launch_at((length, strides), tensors)
             if found is None:
                 return None
             (layout, launch, call), ahead = found
@@ -375,21 +376,25 @@ class GrowingCall(Growing):
             layout=layout,
         )
         if ahead is not None and done is not None:
-            self.make_ready(ahead, of_layout(q, k, v, k_scale, v_scale))
+            tensors = q, k, v, out, alibi_slopes, q_scale, k_scale, v_scale
+            self.make_ready(ahead, of_layout(*tensors))
         return done
 
     def launch_at(
-        self, here: CacheLayout, q: Tensor, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any
+        self, here: CacheLayout, tensors: tuple[Any, ...]
     ) -> tuple[Served, Bucket | None] | None:
         """Finds (what serves caches of this layout, the bucket to make ready behind the call or
-        None), and keeps the former as `latest`. None: nothing is compiled for them."""
-        length, strides = here
+        None), and keeps the former as `latest`. None: nothing is compiled for them.
+
+        tensors   of the call, as `of_layout` takes them
+        """
+        (length, strides), k, v = here, tensors[1], tensors[2]
         of_k, of_v, scales = strides
         first, longest, found = self.current
         every = of_k[0] | of_k[1] | of_k[2] | of_v[0] | of_v[1] | of_v[2]
         if not first <= length <= longest or every & 15 or every >> 31 or scales is not None:
             longest = rounded_up(length)
-            found = self.in_bucket(here, longest, q, k, v, k_scale, v_scale)
+            found = self.in_bucket(here, longest, tensors)
         if found is None:
             return None
         layout_at, launch, call = found
@@ -412,18 +417,19 @@ class GrowingCall(Growing):
         return served, None if following in self.buckets else following
 
     def in_bucket(
-        self, here: CacheLayout, longest: int, q: Tensor, k: Tensor, v: Tensor, *scales: Any
+        self, here: CacheLayout, longest: int, tensors: tuple[Any, ...]
     ) -> tuple[Any, Any, Any] | None:
         """Finds what launches the splits of caches of every layout, see `CacheLaunch`, and what
         repeats a call, in the bucket of this one. None: nothing is compiled for that.
 
         longest   of the bucket. One of strides that are multiples of 16 is the current one from
                   then on
+        tensors   as in `launch_at`
         """
-        bucket = alignment, longest = alignment_of(here, k.element_size()), longest
+        bucket = alignment, longest = alignment_of(here, tensors[1].element_size()), longest
         launcher = self.buckets.get(bucket)
         if launcher is None:
-            launcher = self.launcher_of(bucket, of_layout(q, k, v, *scales))
+            launcher = self.launcher_of(bucket, of_layout(*tensors))
         if launcher is None or launcher.at_lengths is None:
             return None
         found = *launcher.at_lengths, launcher.repeat
@@ -443,8 +449,9 @@ class GrowingCall(Growing):
         x.seqlen_k = length = x.k.shape[1]
         scales = x.k_scale.stride() if self.by_token and x.k_scale is not None else None
         here = length, (x.k.stride(), x.v.stride(), scales)
-        longest = rounded_up(length)
-        bucket = alignment_of(here, x.k.element_size()), longest
+        longest, bucket = rounded_up(length), None
+        if not (x.k.data_ptr() | x.v.data_ptr()) & 15:  # else another kernel may be for these
+            bucket = alignment_of(here, x.k.element_size()), longest
         return self.through_triton(here, bucket, self.problem_of(longest), x)
 
     def problem_of(self, longest: int) -> Problem:
@@ -816,10 +823,20 @@ def both_reach(k: Tensor, v: Tensor, ends: Ends) -> bool:
     return reach
 
 
-def of_layout(q: Tensor, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any) -> Operands:
-    """Operands of the length of these caches to plan for and to bind, without the other tensors,
-    which change no layout."""
-    operands = Operands(q, k, v, k_scale=k_scale, v_scale=v_scale)
+def of_layout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    alibi_slopes: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Operands:
+    """Operands of the length of these caches to plan for and to bind: the tensors whose strides a
+    launcher is bound to."""
+    operands = Operands(q, k, v, out, alibi_slopes=alibi_slopes)
+    operands.q_scale, operands.k_scale, operands.v_scale = q_scale, k_scale, v_scale
     operands.seqlen_k = k.shape[1]
     return operands
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from splitkv.kernels.schedule import ScheduleLauncher
 
 MAX_LAUNCHERS = 1024  # kept; past it the table starts afresh
-_launchers: dict[int, ScheduleLauncher] = {}  # by the identity of their plans, which they hold
+_launchers: dict[tuple[int, torch.device], ScheduleLauncher] = {}
+"""By the identity of their plans, which they hold, and the device of their kernel."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ def make_schedule(plan: Plan, cache_seqlens: Tensor, *, out: Schedule | None = N
             return Schedule(plan, starts)
         out.starts.copy_(starts)
         return out
-    launcher = _launcher_of(plan)
+    launcher = _launcher_of(plan, cache_seqlens)
     _expect_lengths(plan, cache_seqlens)
     if out is None:
         starts = cache_seqlens.new_empty(launcher.shape)
@@ -91,15 +92,16 @@ def plan_of(schedule: Any, plan: Plan | None) -> Plan:
     return found
 
 
-def _launcher_of(plan: Plan) -> ScheduleLauncher:
-    launcher = _launchers.get(id(plan))
+def _launcher_of(plan: Plan, cache_seqlens: Any) -> ScheduleLauncher:
+    known = id(plan), getattr(cache_seqlens, "device", None)
+    launcher = _launchers.get(known)
     if launcher is None:
         expect_one_of("plan.config.schedule", plan.config.schedule, SCHEDULED)
         from splitkv.kernels.schedule import ScheduleLauncher
 
         if len(_launchers) >= MAX_LAUNCHERS:
             _launchers.clear()
-        launcher = _launchers[id(plan)] = ScheduleLauncher(plan)
+        launcher = _launchers[known] = ScheduleLauncher(plan)
     return launcher
 
 

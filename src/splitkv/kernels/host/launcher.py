@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -320,6 +321,9 @@ class DecodeLauncher:
 
     rebind   rebind(plan, operands): a launcher under another plan for tensors of this layout at
              other addresses that the plan does not fit; None where it does
+
+    It is bound to the keys that there are, `seqlen_k`, which its plan may round up and which the
+    operands of later calls need not say.
     """
 
     def __init__(
@@ -332,6 +336,7 @@ class DecodeLauncher:
         problem = plan.problem
         self.plan, self.split, self.partials = plan, split, workspace.partials
         self.rebind, self.other = rebind, cast("DecodeLauncher | None", None)
+        self.seqlen_k = operands.seqlen_k
         self.key_scales = problem.codec.granularity == "token"
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
@@ -389,7 +394,7 @@ class DecodeLauncher:
         if aligned(operands):
             return None
         if self.other is None:
-            self.other = self.rebind(self.plan, operands)
+            self.other = self.rebind(self.plan, replace(operands, seqlen_k=self.seqlen_k))
         return self.other
 
     def per_call(self, operands: Operands, final: Final) -> dict[str, Any]:

@@ -159,8 +159,8 @@ def slot_merge_of(plan: Plan, operands: Operands) -> SlotMerge:
 class StepLauncher:
     """A decode kernel by a schedule and `combine_slots` bound to one plan and one memory layout.
 
-    As `Launcher`: the first call goes through Triton, later ones through `repeat`. All calls are
-    given a schedule, as the first was, or none is.
+    As `DecodeLauncher`: the first call goes through Triton, later ones through `repeat`. All calls
+    are given a schedule, as the first was, or none is.
 
     rebind   rebind(plan, operands): a launcher under another plan for tensors of this layout at
              other addresses that the plan does not fit; None where it does

@@ -50,7 +50,8 @@ class BackwardRelaunch:
         x, device = call.saved, call.saved.q.device
         self.launches = tuple(launches)
         self.packed, self.number = _packed, next(_numbers)
-        self.scale, self.grad_strides = call.operands.softmax_scale, call.grad.stride()
+        self.scale = call.operands.softmax_scale
+        self.strides = x.q.stride(), x.k.stride(), x.v.stride(), call.grad.stride()
         self.of_lse = call.grad_lse is not None
         self.numel, strides = sizes.workspace.numel, sizes.gradients.of_tensors
         self.new_memory = allocation((self.numel,), torch.float32, device, (1,))
@@ -75,7 +76,9 @@ class BackwardRelaunch:
         """The gradients; None: it is a call of another kind, or has to go through Triton, as an
         address is not a multiple of 16 or a launch hook is set."""
         x = saved
-        if grad.stride() != self.grad_strides or scale != self.scale:
+        # those of q, k and v, too: hooks of saved tensors may give others than the forward had
+        strides = x.q.stride(), x.k.stride(), x.v.stride(), grad.stride()
+        if strides != self.strides or scale != self.scale:
             return None
         at_q, at_k, at_v, at_grad = x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), grad.data_ptr()
         at_out, at_lse = x.out.data_ptr(), x.lse.data_ptr()
@@ -113,8 +116,9 @@ class BackwardRelaunch:
         given = at_q, at_k, at_v, at_grad, at_out, at_lse, at_grad_lse, at_sink, at_cu_q, at_cu_k
         addresses = given + (dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at_dsink)
         key = self.number, addresses, stream, first
-        packed = self.packed.get(key)
-        if packed is None:
+        try:
+            packed = self.packed[key]
+        except KeyError:
             packed = self.packed[key] = self.pack(addresses, stream, first)
         for function, args in packed:
             function(*args)
