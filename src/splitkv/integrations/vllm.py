@@ -340,7 +340,7 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         if ranges is not None:
             step = step.with_ranges(ranges)
         shared = None
-        if common_prefix_len and ranges is None:
+        if common_prefix_len and causal and ranges is None:
             shared = SharedPrefix.of(*requests, common_prefix_len, self.block_size, **numbers)
         return SplitKVMetadata(
             num_actual_tokens=x.num_actual_tokens,
@@ -369,18 +369,19 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         return -(-length // (self.ranks * self.interleave)) * self.interleave
 
     def bound_of_new(self, tokens: int) -> int:
-        """The max_seqlen_q of a step; the most there is where bits may not follow the batch."""
-        return self.max_tokens if self.batch_invariant else bound_of_new(tokens, self.max_tokens)
+        """The max_seqlen_q of a step; the most there is where bits may not follow the batch. Drafts
+        in parallel add tokens to those that vLLM has scheduled."""
+        most = max(self.max_tokens, tokens)
+        return most if self.batch_invariant else bound_of_new(tokens, most)
 
     def bound_of_step(self, length: int, table: Tensor) -> int:
         """The max_seqlen_k of a step with a block table."""
         return self.bound(length, table.shape[1] * self.block_size)
 
     def bound(self, length: int, most: int) -> int:
-        """The max_seqlen_k of a step; the most there is where bits may not follow the batch."""
-        if self.batch_invariant:
-            return min(self.max_model_len, most)
-        return bound_of(max(int(length), 1), most)
+        """The max_seqlen_k of a step; the most there is where bits may not follow the batch: not
+        the tokens of a model, as cross attention may have more keys."""
+        return most if self.batch_invariant else bound_of(max(int(length), 1), most)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SplitKVMetadata:
         """A step for a graph that is replayed with requests of any length; keys of cross attention
@@ -597,8 +598,8 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         if x.whole or self.attn_type in WITHOUT_CACHE:
             n = x.num_actual_tokens
             assert key is not None and value is not None
-            tensors = query[:n], key[:n], value[:n], x.query_start_loc, x.max_query_len
-            attend_packed(*tensors, output[:n], {**options, "causal": causal})
+            tensors = query[:n], key[:n], value[:n], x.query_start_loc, x.step.max_seqlen_q
+            attend_packed(*tensors, output[:n], {**options, "causal": causal}, self.plans)
             return output
         pages = self.pages(layer, kv_cache)
         if self.ranks is not None:
