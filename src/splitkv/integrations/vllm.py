@@ -81,7 +81,7 @@ from splitkv.integrations.vllm_caches import (
 )
 from splitkv.planner.policies.widening import MOST_BYTES
 
-TESTED = ("0.26.0", "0.32.0")
+TESTED = ("0.26.0", "0.32.0", "0.33.0")
 """Releases of vLLM that the tests were run with."""
 
 CONTRACT = "0_26" if hasattr(AttentionBackend, "get_kv_cache_shape") else "0_29"
