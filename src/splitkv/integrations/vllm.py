@@ -24,9 +24,9 @@ Images whose tokens see each other (`mm_req_doc_ranges`) and a causal flag a req
 `bidirectional_ranges` of `attention_varlen`.
 
 Not served, and refused where vLLM asks: MLA and sparse attention, prefill context parallelism,
-windows, ALiBi and ranges beside decode context parallelism, a causal flag a request beside windows,
-ranges that a window cuts (Gemma 4), R-SWA, 4-bit caches, output with scales of blocks, drafts that
-are trimmed on the device.
+windows, chunks, ALiBi and ranges beside decode context parallelism, a causal flag a request beside
+windows, ranges that a window cuts (Gemma 4), R-SWA, 4-bit caches, output with scales of blocks,
+drafts that are trimmed on the device.
 """
 
 from __future__ import annotations
@@ -240,6 +240,10 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         parallel = vllm_config.parallel_config
         apart = getattr(kv_cache_spec, "dcp_sharded", True)  # else each rank has all, as of drafts
         self.ranks: int = parallel.decode_context_parallel_size if apart else 1
+        chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
+        if self.ranks > 1 and chunk is not None:  # chunks are found in the tables of one rank
+            what = f"attention_chunk_size: expected None with ranks that share keys, got {chunk}"
+            raise NotImplementedError(what)
         self.rank = get_dcp_group().rank_in_group if self.ranks > 1 else 0
         self.interleave: int = parallel.cp_kv_cache_interleave_size
         if self.ranks > 1 or type(self) is not SplitKVMetadataBuilder:  # whose lengths are derived

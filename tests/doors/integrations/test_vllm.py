@@ -864,6 +864,15 @@ def test_a_draft_whose_keys_every_rank_has() -> None:
     assert (builder.ranks, builder.rank) == (1, 0)
 
 
+def test_ranks_have_no_chunks() -> None:
+    """vLLM's own builder finds chunks in tables of all keys, and asks nobody whether there are."""
+    settings, device = contract.config(ranks=2), torch.device("cpu")
+    spec = SimpleNamespace(block_size=BLOCK, attention_chunk_size=32)
+    with pytest.raises(NotImplementedError, match="attention_chunk_size: expected None with ranks"):
+        adapter.SplitKVMetadataBuilder(spec, ["layer"], settings, device)
+    assert adapter.SplitKVMetadataBuilder(spec, ["layer"], contract.config(), device).ranks == 1
+
+
 def test_graphs_of_ranks() -> None:
     """Of single tokens: drafts are read with the step's own keys, in as many launches as it has."""
     of = adapter.SplitKVMetadataBuilder.get_cudagraph_support
