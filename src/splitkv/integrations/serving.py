@@ -367,6 +367,7 @@ def attend_packed(
     max_seqlen: int,
     out: Tensor,
     options: dict[str, Any],
+    plans: Plans = DEFAULT_PLANS,
 ) -> None:
     """Attention of whole sequences, whose keys need not be in a cache, as of an encoder.
 
@@ -374,7 +375,9 @@ def attend_packed(
     cu_seqlens    [batch + 1] int32 on the device; max_seqlen: upper bound of their lengths
     options       arguments of `attention_varlen`
     """
-    attention_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options, out=out)
+    tensors = q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    kind = "rest", "packed", q.shape[0], cu_seqlens.shape[0], options["causal"], max_seqlen
+    attention_varlen(*tensors, **options, out=out, plan=plans.of(kind, *tensors, **options))
 
 
 @dataclass(frozen=True, slots=True)

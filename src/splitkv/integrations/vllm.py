@@ -24,9 +24,9 @@ Images whose tokens see each other (`mm_req_doc_ranges`) and a causal flag a req
 `bidirectional_ranges` of `attention_varlen`.
 
 Not served, and refused where vLLM asks: MLA and sparse attention, prefill context parallelism,
-windows, ALiBi and ranges beside decode context parallelism, a causal flag a request beside windows,
-ranges that a window cuts (Gemma 4), R-SWA, 4-bit caches, output with scales of blocks, drafts that
-are trimmed on the device.
+windows, chunks, ALiBi and ranges beside decode context parallelism, a causal flag a request beside
+windows, ranges that a window cuts (Gemma 4), R-SWA, 4-bit caches, output with scales of blocks,
+drafts that are trimmed on the device.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from splitkv.integrations.vllm_caches import (
 )
 from splitkv.planner.policies.widening import MOST_BYTES
 
-TESTED = ("0.26.0", "0.32.0")
+TESTED = ("0.26.0", "0.32.0", "0.33.0")
 """Releases of vLLM that the tests were run with."""
 
 CONTRACT = "0_26" if hasattr(AttentionBackend, "get_kv_cache_shape") else "0_29"
@@ -240,6 +240,10 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         parallel = vllm_config.parallel_config
         apart = getattr(kv_cache_spec, "dcp_sharded", True)  # else each rank has all, as of drafts
         self.ranks: int = parallel.decode_context_parallel_size if apart else 1
+        chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
+        if self.ranks > 1 and chunk is not None:  # chunks are found in the tables of one rank
+            what = f"attention_chunk_size: expected None with ranks that share keys, got {chunk}"
+            raise NotImplementedError(what)
         self.rank = get_dcp_group().rank_in_group if self.ranks > 1 else 0
         self.interleave: int = parallel.cp_kv_cache_interleave_size
         if self.ranks > 1 or type(self) is not SplitKVMetadataBuilder:  # whose lengths are derived
@@ -340,7 +344,7 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         if ranges is not None:
             step = step.with_ranges(ranges)
         shared = None
-        if common_prefix_len and ranges is None:
+        if common_prefix_len and causal and ranges is None:
             shared = SharedPrefix.of(*requests, common_prefix_len, self.block_size, **numbers)
         return SplitKVMetadata(
             num_actual_tokens=x.num_actual_tokens,
@@ -369,18 +373,19 @@ class SplitKVMetadataBuilder(AttentionMetadataBuilder[SplitKVMetadata]):
         return -(-length // (self.ranks * self.interleave)) * self.interleave
 
     def bound_of_new(self, tokens: int) -> int:
-        """The max_seqlen_q of a step; the most there is where bits may not follow the batch."""
-        return self.max_tokens if self.batch_invariant else bound_of_new(tokens, self.max_tokens)
+        """The max_seqlen_q of a step; the most there is where bits may not follow the batch. Drafts
+        in parallel add tokens to those that vLLM has scheduled."""
+        most = max(self.max_tokens, tokens)
+        return most if self.batch_invariant else bound_of_new(tokens, most)
 
     def bound_of_step(self, length: int, table: Tensor) -> int:
         """The max_seqlen_k of a step with a block table."""
         return self.bound(length, table.shape[1] * self.block_size)
 
     def bound(self, length: int, most: int) -> int:
-        """The max_seqlen_k of a step; the most there is where bits may not follow the batch."""
-        if self.batch_invariant:
-            return min(self.max_model_len, most)
-        return bound_of(max(int(length), 1), most)
+        """The max_seqlen_k of a step; the most there is where bits may not follow the batch: not
+        the tokens of a model, as cross attention may have more keys."""
+        return most if self.batch_invariant else bound_of(max(int(length), 1), most)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SplitKVMetadata:
         """A step for a graph that is replayed with requests of any length; keys of cross attention
@@ -597,8 +602,8 @@ class SplitKVImpl(AttentionImpl[SplitKVMetadata]):
         if x.whole or self.attn_type in WITHOUT_CACHE:
             n = x.num_actual_tokens
             assert key is not None and value is not None
-            tensors = query[:n], key[:n], value[:n], x.query_start_loc, x.max_query_len
-            attend_packed(*tensors, output[:n], {**options, "causal": causal})
+            tensors = query[:n], key[:n], value[:n], x.query_start_loc, x.step.max_seqlen_q
+            attend_packed(*tensors, output[:n], {**options, "causal": causal}, self.plans)
             return output
         pages = self.pages(layer, kv_cache)
         if self.ranks is not None:

@@ -70,8 +70,10 @@ class Engine:
         self.scales = options.pop("scales", (1.0, 1.0))
         self.out_scale: Tensor | None = options.pop("out_scale", None)
         self.layer = contract.layer(*self.scales)
-        spec = SimpleNamespace(block_size=BLOCK)
-        settings = contract.config(LONGEST, 256, drafted, **options.pop("settings", {}))
+        self.block: int = options.pop("block", BLOCK)
+        self.longest: int = options.pop("longest", LONGEST)
+        spec = SimpleNamespace(block_size=self.block)
+        settings = contract.config(self.longest, 256, drafted, **options.pop("settings", {}))
         device = torch.device("cpu")
         self.builder = adapter.SplitKVMetadataBuilder(spec, ["layer"], settings, device)
         self.impl = adapter.SplitKVImpl(
@@ -79,12 +81,16 @@ class Engine:
         )
         assert not options
         self.options = self.impl.options
-        self.cache = contract.empty_cache(BLOCKS, BLOCK, KV_HEADS, DIM, kv, DTYPE)
+        self.cache = contract.empty_cache(BLOCKS, self.block, KV_HEADS, DIM, kv, DTYPE)
         self.free = list(range(BLOCKS))
         self.draw.shuffle(self.free)
 
+    @property
+    def blocks_a_request(self) -> int:
+        return -(-self.longest // self.block)
+
     def request(self, tokens: int = 0) -> Request:
-        made = Request([self.free.pop() for _ in range(LONGEST // BLOCK)])
+        made = Request([self.free.pop() for _ in range(self.blocks_a_request)])
         if tokens:
             self.step([(made, tokens)])
         return made
@@ -94,12 +100,13 @@ class Engine:
         counts = [n for _, n in new] + [0] * padded
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         lengths = [len(request.k) for request, _ in new] + [0] * padded
-        table = torch.zeros(len(counts), LONGEST // BLOCK, dtype=torch.int32)
+        table = torch.zeros(len(counts), self.blocks_a_request, dtype=torch.int32)
         slots = []
         for row, (request, n) in enumerate(new):
             table[row] = torch.tensor(request.blocks)
             for at in range(len(request.k) - n, len(request.k)):
-                slots.append(request.blocks[at // BLOCK] * BLOCK + at % BLOCK)
+                block, within = divmod(at, self.block)
+                slots.append(request.blocks[block] * self.block + within)
         return CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=starts.clone(),
@@ -281,6 +288,101 @@ def test_a_cache_within_larger_blocks() -> None:
         assert len(list(mixed_steps(engine, 2))) == 2
 
 
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("layout", ("NHD", "HND"))
+@pytest.mark.parametrize("block", (16, 48, 256))
+def test_edges_of_blocks(
+    block: int, layout: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that end with a block, one token before and one behind, chunks of one token, and a
+    longest sequence that ends within a block."""
+    contract.use_layout(monkeypatch, layout)
+    kv, scales = CACHES[cache]
+    longest = 2 * block + 3
+    engine = Engine(kv, scales=scales, block=block, longest=longest, impl=LAYERS["window"])
+    a, b, c, d = (engine.request() for _ in range(4))
+    _, made = engine.step([(a, 1)])  # nobody decodes, and a prompt is a token: both are the same
+    assert made.step.num_decodes == 1 and made.step.rest is None
+    engine.step([(d, 1), (b, min(block, 200))])
+    engine.step([(a, 1), (d, 1), (c, min(block - 1, 200))], padded=2, extra_rows=3)
+    engine.step([(c, 1), (a, 1), (b, 2), (d, block - 2 if block < 200 else 200)])
+    for request in (b, c):
+        while len(request.k) < longest:
+            engine.step([(a, 1), (request, min(longest - len(request.k), 200))])
+            a = engine.request(2) if len(a.k) > block else a
+    _, made = engine.step([(a, 1), (d, 1)], capture=True)
+    assert made.step.max_seqlen_k >= longest
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_drafts_of_other_lengths(layer: str) -> None:
+    """Some requests have fewer drafts, or none: in front of the others, behind or between them."""
+    engine = Engine(drafted=5, impl=LAYERS[layer])
+    a, b, c, d = (engine.request(n) for n in (15, 16, 17, 40))
+    orders = ((6, 6, 6, 6), (6, 2, 1, 6), (1, 6, 6, 3), (1, 1, 4, 4), (3, 3, 17, 1), (2, 1, 1, 1))
+    for counts in orders:
+        engine.step(list(zip((a, b, c, d), counts, strict=True)), padded=1, extra_rows=5)
+
+
+def test_a_step_without_tokens() -> None:
+    """All of its requests are padding, as of a rank that has nothing to do: nothing is written."""
+    engine = Engine()
+    x = engine.described([(engine.request(3), 1)], padded=1)
+    starts = torch.zeros(3, dtype=torch.int32)
+    x.query_start_loc, x.query_start_loc_cpu, x.seq_lens = starts, starts, starts[:2]
+    x.num_actual_tokens = x.max_query_len = x.max_seq_len = 0
+    made, out = engine.builder.build(0, x), torch.full((4, HEADS, DIM), torch.nan)
+    q = torch.zeros(4, HEADS, DIM)
+    engine.impl.forward(engine.layer, q, q, q, engine.cache, made, out)
+    assert out.isnan().all()
+
+
+def test_padded_requests_of_a_graph() -> None:
+    """They have a token each and no keys; their blocks are those of requests that have left."""
+    engine = Engine()
+    requests = [engine.request(n) for n in (BLOCK, 2 * BLOCK + 1)]
+    x = engine.described([(request, 1) for request in requests], padded=2)
+    x.query_start_loc = x.query_start_loc_cpu = torch.arange(5, dtype=torch.int32)
+    x.num_actual_tokens = 4
+    x.block_table_tensor[2:] = torch.tensor([2**31 - 1, -1] * 5)
+    made = engine.builder.build_for_cudagraph_capture(x)
+    assert made.step.num_decodes == 4
+    q = tokens(4, HEADS)
+    out = torch.full_like(q, torch.nan)
+    engine.impl.forward(engine.layer, q, q, q, engine.cache, made, out)
+    for n, request in enumerate(requests):
+        engine.compare(request, q[n : n + 1], out[n : n + 1], causal=True)
+    assert (out[2:] == 0).all()
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8", "int8_per_token_head"])
+def test_layers_that_share_keys(kv: str) -> None:
+    """One writes none, and reads those of another, as in Gemma 3n; some of both have a window."""
+    engine = Engine(kv, scales=(0.02, 0.03) if kv == "fp8" else (1.0, 1.0))
+    name = {"kv_sharing_target_layer_name": "layer", "kv_cache_dtype": kv}
+    reader = adapter.SplitKVImpl(HEADS, DIM, 0.3, KV_HEADS, sliding_window=20, **name)
+    writer, requests = engine.impl, [engine.request(n) for n in (5, 33, 48)]
+    for counts in ((1, 1, 1), (1, 1, 9)):
+        new = list(zip(requests, counts, strict=True))
+        _, made = engine.step(new)
+        q = tokens(sum(counts), HEADS)
+        out = torch.full_like(q, torch.nan)
+        reader.forward(contract.layer(*engine.scales), q, None, None, engine.cache, made, out)
+        engine.impl, first = reader, 0
+        for request, n in new:
+            engine.compare(request, q[first : first + n], out[first : first + n], causal=True)
+            first += n
+        engine.impl = writer
+
+
+def test_a_prompt_of_more_tokens_than_are_scheduled() -> None:
+    """Drafts in parallel add some to those that the scheduler has counted."""
+    engine = Engine()
+    engine.builder.max_tokens = 32
+    _, made = engine.step([(engine.request(), 90)])
+    assert made.step.max_seqlen_q == 90
+
+
 def test_rows_past_the_tokens_are_left_alone() -> None:
     engine = Engine()
     a, b = engine.request(7), engine.request(20)
@@ -454,6 +556,16 @@ def test_shared_prefix(layer: str, kv: str) -> None:
     assert made.shared is not None and made.shared.prefix_len == 2 * BLOCK
 
 
+def test_a_shared_prefix_of_requests_that_are_not_causal() -> None:
+    """Tokens see later ones behind the prefix too: it is not read apart."""
+    engine = Engine()
+    first, own = engine.request(2 * BLOCK), engine.request()
+    own.blocks[:2] = first.blocks[:2]
+    own.k, own.v = first.k, first.v
+    _, made = engine.step([(first, 1), (own, 5)], common_prefix=2 * BLOCK, causal=False)
+    assert made.shared is None
+
+
 def test_when_a_shared_prefix_is_read_apart() -> None:
     ask = Engine().builder.use_cascade_attention
     plain = (False, False, False, 132, 1)
@@ -521,10 +633,16 @@ def test_profiling_takes_what_widening_may(kv: str) -> None:
     assert largest.nbytes == (q.nbytes if kv == "auto" else MOST_BYTES)
 
 
-@pytest.mark.parametrize("kv", ["auto", "fp8"])
-def test_cross_attention(kv: str) -> None:
-    """Keys of an encoder, which are written with a request's first step; all tokens see all."""
-    engine = Engine(kv, scales=(0.02, 0.03), impl={"attn_type": "encoder_decoder"})
+@pytest.mark.parametrize("same_bits", [False, True], ids=["", "batch invariant"])
+@pytest.mark.parametrize("kv", ["auto", "fp8", "fp8_e5m2", "int8_per_token_head"])
+def test_cross_attention(kv: str, same_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of an encoder, which are written with a request's first step; all tokens see all. They
+    may be more than a sequence may have tokens, as of Whisper."""
+    monkeypatch.setattr(adapter.envs, "VLLM_BATCH_INVARIANT", same_bits)
+    scales = (1.0, 1.0) if kv.endswith("head") else (0.02, 0.03)
+    scales = (0.5, 2.0) if kv == "fp8_e5m2" else scales
+    engine = Engine(kv, scales=scales, impl={"attn_type": "encoder_decoder"})
+    engine.builder.max_model_len = 48
     requests = [engine.request() for _ in range(3)]
     keys = 37, 5, LONGEST
     for request, n in zip(requests, keys, strict=True):
@@ -744,6 +862,15 @@ def test_a_draft_whose_keys_every_rank_has() -> None:
     spec = SimpleNamespace(block_size=BLOCK, dcp_sharded=False)
     builder = adapter.SplitKVMetadataBuilder(spec, ["layer"], settings, device)
     assert (builder.ranks, builder.rank) == (1, 0)
+
+
+def test_ranks_have_no_chunks() -> None:
+    """vLLM's own builder finds chunks in tables of all keys, and asks nobody whether there are."""
+    settings, device = contract.config(ranks=2), torch.device("cpu")
+    spec = SimpleNamespace(block_size=BLOCK, attention_chunk_size=32)
+    with pytest.raises(NotImplementedError, match="attention_chunk_size: expected None with ranks"):
+        adapter.SplitKVMetadataBuilder(spec, ["layer"], settings, device)
+    assert adapter.SplitKVMetadataBuilder(spec, ["layer"], contract.config(), device).ranks == 1
 
 
 def test_graphs_of_ranks() -> None:
@@ -1076,6 +1203,25 @@ def test_a_policy_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPLITKV_DECODE_POLICY", "best")
     with pytest.raises(ValueError, match="policy: expected 'waves', .* got 'best'"):
         list(mixed_steps(Engine(), 4))
+
+
+def test_batch_invariance_of_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter.envs, "VLLM_BATCH_INVARIANT", True)
+    engine = Engine()
+    impl = adapter.SplitKVImpl(HEADS, DIM, 0.3, HEADS, attn_type="encoder_only")
+    for counts in ((7,), (5, 90, 1)):
+        new = [(engine.request(n), n) for n in counts]
+        made = engine.builder.build(0, engine.described(new, causal=False))
+        q, k, v = (tokens(sum(counts), HEADS) for _ in range(3))
+        out = torch.full_like(q, torch.nan)
+        impl.forward(engine.layer, q, k, v, engine.cache, made, out)
+        for x in zip(*(x.split(counts) for x in (q, k, v, out)), strict=True):
+            q_, k_, v_ = (y[None].float() for y in x[:3])
+            wide = reference.attention(q_, k_, v_, softmax_scale=0.3)[0][0]
+            torch.testing.assert_close(x[3].double(), wide.double(), rtol=2e-2, atol=2e-2)
+    plans = impl.plans._made.values()
+    assert {(plan.policy, plan.problem.kind) for plan in plans} == {("batch_invariant", "varlen")}
+    assert {(plan.problem.seqlen_q, plan.problem.seqlen_k) for plan in plans} == {(256, 256)}
 
 
 @pytest.mark.parametrize("name", ["enable_chunked_prefill", "enable_prefix_caching"])
