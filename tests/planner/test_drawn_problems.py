@@ -7,6 +7,7 @@ comes with tensors of that size. What a plan's kernels take of an SM is for test
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -155,3 +156,26 @@ def test_a_rule_for_single_queries_leaves_prompts_whole(policy: str):
     few = Problem("dense", 1, 8, 2, 128, 128, 4, 1 << 17, mask=Mask(causal=True))
     splits = make_plan(few, GPUS["h200"], policy=policy).config.num_splits
     assert splits == math.ceil(few.seqlen_k / 512)
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h200"])
+def test_more_programs_than_are_counted_leave_merging_to_combine(gpu: str):
+    """Programs of a launch that merges what it made count who has come, up to a number."""
+    kwargs: dict[str, Any] = {"mask": Mask(causal=True), "place": Paged(64), "lengths": "device"}
+    few = Problem("varlen", 64, 8, 1, 64, 64, 1, 4000, **kwargs)
+    merges = {}
+    for batch in (64, 100_000):
+        plan = make_plan(replace(few, batch=batch), GPUS[gpu], policy="flash_attention_3")
+        assert plan.config.num_splits > 1
+        merges[batch] = plan.config.merge
+    assert merges == {64: "last", 100_000: "combine"}
+
+
+def test_heads_beyond_a_grid_are_left_to_a_kernel_with_larger_tiles():
+    """Of 8 bits and head_dim 256 a tile on Hopper has 16 rows, and that of any GPU has 32."""
+    codec, kv_heads = Codec("int8", "head"), 33_000
+    problem = Problem("decode", 1, 2 * kv_heads, kv_heads, 256, 256, 16, 1000, codec=codec)
+    plan = make_plan(problem, GPUS["h200"])
+    assert plan.kernel == "decode_split" and max(launched(plan)[0][1:]) <= MAX_GRID
+    reason = "KV heads x row tiles 66000: expected at most 65535"
+    assert dict(plan.rejected)["hopper_decode_split"] == (reason,)
