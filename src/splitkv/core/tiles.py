@@ -10,6 +10,7 @@ WIDE = 64  # packed rows of a tile of decode on Hopper that a warpgroup multipli
 # q, its result and the wait for its first keys. Of 0, 1/4, 1/2, 1, 2, 3 and 4 the fastest over
 # mixes of lengths, of 16 bits and of 8: measurements/mixes.md.
 SPLIT_TILES, SPLIT_TILES_IN_8_BITS = 1, 3
+MOST_ARRIVALS = (1 << 21) - 1  # programs of a launch that counts those that have come
 
 
 def ceil_div(a: int, b: int) -> int:

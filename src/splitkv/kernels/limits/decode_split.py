@@ -36,14 +36,21 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         reasons.append(f"query heads a KV head {problem.group}: expected at most {MAX_GROUP}")
     if problem.batch > MAX_GRID:
         reasons.append(f"batch {problem.batch}: expected at most {MAX_GRID}")
-    head_tiles = problem.num_kv_heads * ceil_div(problem.rows, tile_m(problem))
-    if head_tiles > MAX_GRID:
-        reasons.append(f"KV heads x row tiles {head_tiles}: expected at most {MAX_GRID}")
+    reasons += against_head_tiles(problem, tile_m(problem))
     reasons.expect(not problem.dropout, "dropout_p: expected 0")
     reasons.expect(not problem.bidirectional_ranges, "bidirectional_ranges: expected None")
     reasons.expect(not problem.needs_grad, "gradient: expected inputs that require none")
     reasons += problem.mask.beyond("sink_tokens", "attention_chunk")
     return reasons
+
+
+def against_head_tiles(problem: Problem, tile_m: int) -> list[str]:
+    """The reason against more head tiles, of so many rows each, than the second axis of a grid
+    has places for."""
+    head_tiles = problem.num_kv_heads * ceil_div(problem.rows, tile_m)
+    if head_tiles <= MAX_GRID:
+        return []
+    return [f"KV heads x row tiles {head_tiles}: expected at most {MAX_GRID}"]
 
 
 def tile_m(problem: Problem) -> int:

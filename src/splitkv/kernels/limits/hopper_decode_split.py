@@ -161,7 +161,9 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
         said = f"query heads a KV head x query tokens {rows}"
         reasons.append(f"{said}: expected at most {most}")
     reasons.expect_pages(problem.place)
-    reasons += [x for x in problem.mask.beyond("sink_tokens") if x not in reasons]
+    against = decode_split.against_head_tiles(problem, rows_of_tile(problem)[0])
+    against += problem.mask.beyond("sink_tokens")
+    reasons += [x for x in against if x not in reasons]
     return reasons
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from splitkv.core import tiles
 from splitkv.kernels.tile.encode import encode_out
 from splitkv.kernels.tile.softmax import factor_beside_sink, finite_or_zero
 
@@ -67,7 +68,7 @@ class Meeting(NamedTuple):
     programs: Any
 
 
-MOST_ARRIVALS = tl.constexpr((1 << 21) - 1)  # of all programs of a launch
+MOST_ARRIVALS = tl.constexpr(tiles.MOST_ARRIVALS)
 
 
 @triton.jit

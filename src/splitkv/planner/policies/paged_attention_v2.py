@@ -47,8 +47,12 @@ class Dispatch:
 
 
 def dispatch(problem: Problem, device: Device, rule: Rule = CONSERVATIVE) -> Dispatch:
-    """One pass, or one program for each partition of the longest context."""
-    programs = problem.batch * problem.num_kv_heads
+    """One pass, or one program for each partition of the longest context.
+
+    The source has a program for one query of a sequence, so every query of a call counts as a
+    sequence: a prompt fills the SMs in one pass, and has partials for none of its many rows.
+    """
+    programs = problem.batch * problem.seqlen_q * problem.num_kv_heads
     partitions = ceil_div(problem.seqlen_k, PARTITION_SIZE)
     idle = programs < rule.sm_share * device.num_sms
     partitioned = idle and partitions >= rule.min_partitions
