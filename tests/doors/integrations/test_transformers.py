@@ -138,9 +138,9 @@ def test_a_default_cache_grows_without_a_new_plan_in_every_step(
     monkeypatch.setattr(dispatch, "describe_decode", counted)
     with fake_gpu() as launched:
         cache, prompt = DynamicCache(config=model.config), tokens(batch=batch, seqlen=300)
-        model(prompt, past_key_values=cache)
+        model(prompt, **{integration.CACHE_ARGUMENT: cache})
         for _ in range(40):
-            model(prompt[:, :1], past_key_values=cache)
+            model(prompt[:, :1], **{integration.CACHE_ARGUMENT: cache})
             launched.calls.clear()
         kinds = len({getattr(layer, "sliding_window", None) for layer in cache.layers})
         assert described and max(described) <= 303 and len(described) <= 3 * kinds
@@ -180,7 +180,11 @@ def test_bfloat16_logits_keep_the_tolerance_rule(name: str, padding: str) -> Non
     def run(model: Any) -> torch.Tensor:
         cache, logits = DynamicCache(config=model.config), []
         for begin, end in ((0, 38), (38, 39), (39, 40)):
-            out = model(tokens()[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
+            out = model(
+                tokens()[:, begin:end],
+                attention_mask=mask[:, :end],
+                **{integration.CACHE_ARGUMENT: cache},
+            )
             logits.append(out.logits)
         return torch.cat(logits, 1)[mask.bool()]
 
@@ -203,7 +207,11 @@ def test_prompt_in_parts_with_left_padding(
         store, logits = CACHES[cache](model.config), []
         # Long parts, a few tokens at once (as speculative decoding does), and one.
         for begin, end in ((0, 17), (17, 36), (36, 39), (39, 40)):
-            out = model(tokens()[:, begin:end], attention_mask=mask[:, :end], past_key_values=store)
+            out = model(
+                tokens()[:, begin:end],
+                attention_mask=mask[:, :end],
+                **{integration.CACHE_ARGUMENT: store},
+            )
             logits.append(out.logits)
         return torch.cat(logits, 1)[mask.bool()].detach()
 
@@ -220,7 +228,7 @@ def test_short_prompt_in_a_static_cache(name: str, calls: list[SimpleNamespace])
 
     def run(model: Any) -> torch.Tensor:
         cache = CACHES["static"](model.config)
-        out = model(tokens(seqlen=12), attention_mask=mask, past_key_values=cache)
+        out = model(tokens(seqlen=12), attention_mask=mask, **{integration.CACHE_ARGUMENT: cache})
         return out.logits[mask.bool()]
 
     assert_same_logits(make_model(name), run)
@@ -251,7 +259,7 @@ def test_decode_after_right_padding_skips_the_gap() -> None:
                 tokens()[:, begin:end],
                 attention_mask=mask[:, :end],
                 position_ids=positions[:, begin:end],
-                past_key_values=cache,
+                **{integration.CACHE_ARGUMENT: cache},
             )
             logits.append(out.logits)
         return torch.cat(logits, 1)[mask.bool()]
@@ -319,8 +327,10 @@ def test_query_padding_after_the_cache_is_aligned() -> None:
 
     def run(model: Any) -> torch.Tensor:
         cache = DynamicCache(config=model.config)
-        first = model(tokens()[:, :35], past_key_values=cache).logits
-        rest = model(tokens()[:, 35:], attention_mask=mask, past_key_values=cache).logits
+        first = model(tokens()[:, :35], **{integration.CACHE_ARGUMENT: cache}).logits
+        rest = model(
+            tokens()[:, 35:], attention_mask=mask, **{integration.CACHE_ARGUMENT: cache}
+        ).logits
         return torch.cat([first, rest], 1)[mask.bool()]
 
     assert_same_logits(make_model("gpt_oss"), run)
