@@ -197,7 +197,7 @@ def _forward(
     if given.has_lengths:
         seen = _with_lengths(seen, given.lengths)
     elif seen.packing is not None and getattr(given.position_ids, "ndim", 0) == 2:
-        segments = seen.packing.segments(given.position_ids)
+        segments = seen.packing.segments(given.position_ids, batch)
         if segments is not None:
             seen = _packed(seen, segments)
 

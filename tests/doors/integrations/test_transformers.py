@@ -285,9 +285,9 @@ def test_positions_of_whole_rows_are_looked_at_once() -> None:
     """Training has them in every forward, and the GPU waits for whoever looks."""
     packing, whole = visibility.Packing(), torch.arange(SEQLEN).expand(3, -1)
     with Count() as count:
-        assert all(packing.segments(whole) is None for _ in range(8))
+        assert all(packing.segments(whole, 1) is None for _ in range(8))
     assert count.read == 1 and count.asked <= 8
-    found = packing.segments(torch.arange(8).repeat(2)[None])
+    found = packing.segments(torch.arange(8).repeat(2)[None], 1)
     assert found is not None and found.cu_seqlens_q.tolist() == [0, 8, 16]
 
 
@@ -491,6 +491,25 @@ def test_packed_sequences_are_those_of_separate_ones(name: str) -> None:
     for part, factor in (("logits", 2.0), ("gradients", 3.0)):
         a, ref, pt = (of[part] for of in (results["ours"], reference, results["pt"]))
         assert_close(a, ref, pt, factor=factor, name=part)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_packed_positions_of_one_row_are_those_of_every_row(name: str) -> None:
+    model, positions = make_model(name), torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    model.set_attn_implementation("splitkv")
+    with torch.no_grad():
+        one, each = (
+            model(tokens(), position_ids=given, use_cache=False).logits
+            for given in (positions, positions.expand(3, -1))
+        )
+        assert torch.equal(one, each)
+        torch.testing.assert_close(one, separate(model, tokens()), rtol=1e-4, atol=1e-4)
+
+
+def test_positions_of_another_number_of_rows_are_refused() -> None:
+    packed = torch.arange(4).repeat(2, 2)
+    with pytest.raises(ValueError, match=r"position_ids: expected \[1 or 3, length\]"):
+        visibility.Packing().segments(packed, 3)
 
 
 def gradients_and_logits(
