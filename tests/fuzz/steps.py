@@ -46,8 +46,6 @@ def step(d: Draw) -> Drawn:
     before = [d.rng.randint(p, capacity - n) for p, n in zip(pads, news, strict=True)]
     extra = modifiers(d, of, batch)
     words, asked = in_their_words(extra.kwargs, d, extra.asked)
-    if d.chance(0.3):  # whatever the window says of the right
-        words["causal"], asked = True, replace(asked, causal=True)
 
     kwargs: dict[str, Any] = dict(words)
     cache = Cache(d, of, before, capacity, page_size, None, "")
