@@ -285,6 +285,10 @@ def visible_keys(
     start, count = valid.int().argmax(-1), valid.sum(-1)
     run = (slot >= start[:, None]) & (slot < (start + count)[:, None])
     is_run = (valid == run).all()
+    if plain.chunk and pattern.leftpad is not None:
+        # The keys' chunks begin with the run, or where it begins inside a chunk it is all in that.
+        begun = (kv_offset + start - pattern.leftpad.to(valid.device)) % plain.chunk
+        is_run = is_run & ((begun == 0) | (begun + count <= plain.chunk) | (count == 0)).all()
     # Decode aligns the last query with the last key: padding may only come before the queries.
     ends = valid[:, :-1] & ~valid[:, 1:] & (slot[:-1] >= filled - q_length) & (slot[1:] < filled)
     is_aligned = ~ends.any()

@@ -631,6 +631,30 @@ def test_chunks_count_from_the_first_token(
     assert_close(out, *exact)
 
 
+def test_chunks_after_a_gap_are_those_of_the_row() -> None:
+    """A prompt padded on the right, of which the cache has kept the padding alone, goes on inside a
+    chunk: new tokens that reach the next one are refused, others are right."""
+    model, prompt = make_model("llama4"), 20
+    mask = torch.ones(3, prompt + 12, dtype=torch.int64)
+    mask[1, 5:prompt] = 0
+
+    def run(model: Any, steps: tuple[int, ...]) -> torch.Tensor:
+        cache, out, begin = DynamicCache(config=model.config), [], 0
+        with torch.no_grad():
+            for step in (prompt, *steps):
+                end = begin + step
+                given = {"attention_mask": mask[:, :end], integration.CACHE_ARGUMENT: cache}
+                out.append(model(tokens()[:, begin:end], **given).logits)
+                begin = end
+        logits = torch.cat(out, 1)
+        return logits[mask[:, : logits.shape[1]].bool()]
+
+    for steps in ((1,) * 6, (2,) * 6, (4, 4)):  # the next chunk begins at 24
+        torch.testing.assert_close(*both(model, lambda m, n=steps: run(m, n)))
+    with pytest.raises(splitkv.UnsupportedProblem, match="padding between tokens"):
+        run(model, (5,))
+
+
 @torch.no_grad()
 def test_no_padding_is_said_by_a_value() -> None:
     """Of causality alone, and of nothing hidden at all: a layer is left nothing to guess."""
