@@ -417,3 +417,29 @@ def test_window_in_a_tensor() -> None:
     wanted = flash_attn.flash_attn_func(**call | {"window_size": (2, 1)})
     window = torch.tensor([2, 1])
     assert torch.equal(flash_attn.flash_attn_func(**call | {"window_size": window}), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bounds_of_lengths_in_tensors(dtype: torch.dtype) -> None:
+    """As `cu_seqlens.diff().max()` gives them."""
+    call = flash_call(VARLEN)
+    wanted = flash_attn.flash_attn_varlen_func(**call)
+    for bounds in (lambda n: torch.tensor(n, dtype=dtype), lambda n: torch.tensor([n])):
+        given = {n: bounds(call[n]) for n in ("max_seqlen_q", "max_seqlen_k")}
+        assert torch.equal(flash_attn.flash_attn_varlen_func(**call | given), wanted)
+
+
+def every_other(x: Tensor) -> Tensor:
+    """The same numbers, with others between them along the last dimension."""
+    return torch.stack([x, x + 1], -1)[..., 0]
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["", "used"])
+def test_lengths_may_be_strided(used: bool) -> None:
+    call, names = flash_call(VARLEN), ["cu_seqlens_q", "cu_seqlens_k"]
+    if used:
+        names += ["seqused_q", "seqused_k"]
+        call |= {f"seqused_{n}": call[f"cu_seqlens_{n}"].diff() - 1 for n in "qk"}
+    strided = {name: every_other(call[name]) for name in names}
+    wanted = flash_attn.flash_attn_varlen_func(**call)
+    assert torch.equal(flash_attn.flash_attn_varlen_func(**call | strided), wanted)

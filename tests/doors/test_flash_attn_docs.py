@@ -178,6 +178,13 @@ def lengths() -> None:
     same(wanted, *(flash_attn_with_kvcache(q, k, v, cache_seqlens=n) for n in (6, as_tensor)))
 
 
+def bounds_of_lengths() -> None:
+    q, k, v = packed()
+    *cu, most_q, most_k = LENGTHS
+    bounds = torch.tensor(most_q), torch.tensor(most_k)
+    same(flash_attn_varlen_func(q, k, v, *LENGTHS), flash_attn_varlen_func(q, k, v, *cu, *bounds))  # type: ignore[arg-type]
+
+
 def batch_rows() -> None:
     q, k, v = tensors(1)
     index = torch.tensor([1, 0], dtype=torch.int32)
@@ -274,6 +281,7 @@ ARGUMENTS: dict[str, Callable[[], None]] = {
     "k": new_tokens,
     "rotary_cos": rotary,
     "cache_seqlens": lengths,
+    "max_seqlen_q": bounds_of_lengths,
     "cache_batch_idx": batch_rows,
     "cache_leftpad": leftpad,
     "cu_seqlens_q": packed_queries,

@@ -256,6 +256,44 @@ def test_length_of_the_cache_as_an_integer() -> None:
     torch.testing.assert_close(whole, wanted)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_size": 5, "rows": True, "ragged_q": True, "ragged_new": True},
+        {"leftpad": True, "rows": True, "rotary": "halves", "rotary_seqlens": True},
+    ],
+    ids=["pages", "rows"],
+)
+def test_what_says_where_things_are_may_be_strided(changes: dict[str, Any]) -> None:
+    """Again and again: a call that was made before is known by its strides."""
+    results = []
+    for every_other in (False, True, True, False):
+        torch.manual_seed(3)
+        example = Example(PLAIN | changes)
+        places = [n for n, x in example.call.items() if is_place(n, x)]
+        assert len(places) >= 4
+        for name in places if every_other else ():
+            x = example.call[name]
+            example.call[name] = torch.stack([x, x + 1], -1)[..., 0]
+        results.append(flash_attn_with_kvcache(**example.call)[0])
+    assert all(torch.equal(results[0], x) for x in results[1:])
+
+
+def is_place(name: str, x: Any) -> bool:
+    return name in ("rotary_cos", "rotary_sin") or (
+        isinstance(x, Tensor) and x.dtype == torch.int32
+    )
+
+
+def test_a_bound_of_queries_in_a_tensor() -> None:
+    results = []
+    for bound in (max(RAGGED_Q), torch.tensor(max(RAGGED_Q))):
+        torch.manual_seed(3)
+        example = Example(PLAIN | {"ragged_q": True})
+        results.append(flash_attn_with_kvcache(**example.call | {"max_seqlen_q": bound})[0])
+    assert torch.equal(*results)
+
+
 def test_names_for_the_padding() -> None:
     results = []
     for name in ("cache_leftpad", "leftpad_k"):

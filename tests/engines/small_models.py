@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
+from splitkv.integrations.transformers import CACHE_ARGUMENT
 from splitkv.rounding import quantize, scale_of
 
 VOCABULARY = 512
@@ -155,7 +156,7 @@ def logprobs_of(
     the tokens that it would choose there)."""
     with torch.no_grad():
         given = torch.tensor([prompt + chosen], device=loaded.device)
-        logits = loaded(given, past_key_values=cache).logits[0].cpu()
+        logits = loaded(given, **{CACHE_ARGUMENT: cache}).logits[0].cpu()
     of_chosen = logits[len(prompt) - 1 : -1].log_softmax(-1)
     return of_chosen.gather(1, torch.tensor(chosen)[:, None])[:, 0], of_chosen.argmax(-1)
 

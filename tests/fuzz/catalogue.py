@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fuzz import attend, caches, flash, models, others, sdpa
+from fuzz import attend, caches, flash, models, others, sdpa, steps
 from fuzz.draw import Draw, Drawn
 from fuzz.malformed import malformed, respelt
 
@@ -16,6 +16,7 @@ KINDS: dict[str, tuple[Callable[[Draw], Drawn], int]] = {
     "flash": (flash.dense, 6),
     "flash_varlen": (flash.varlen, 6),
     "kvcache": (flash.with_kvcache, 10),
+    "step": (steps.step, 8),
     "combine": (flash.combine, 1),
     "paged_cache": (caches.paged, 5),
     "ring_cache": (caches.ring, 5),
@@ -32,8 +33,18 @@ KINDS: dict[str, tuple[Callable[[Draw], Drawn], int]] = {
 
 # Of these one argument is broken at times, or numbers come as NumPy's.
 PLAIN = (
-    *("attention", "varlen", "decode", "paged", "flash", "flash_varlen", "kvcache", "combine"),
-    *("quantize", "merge", "append", "warmup", "metadata", "plans", "paged_cache", "ring_cache"),
+    *("attention", "varlen", "decode", "paged", "flash", "flash_varlen", "kvcache", "step"),
+    *(
+        "combine",
+        "quantize",
+        "merge",
+        "append",
+        "warmup",
+        "metadata",
+        "plans",
+        "paged_cache",
+        "ring_cache",
+    ),
 )
 # torch's own attention is replaced on a GPU; a model of the interpreter's would take minutes.
 WHERE = {"sdpa": ("cuda",), "models": ("cpu", "cuda"), "warmup": ("cpu", "cuda")}

@@ -29,13 +29,15 @@ TYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
 
 
 def in_their_words(kwargs: dict[str, Any], d: Draw, asked: Asked) -> tuple[dict[str, Any], Asked]:
-    """Without sink tokens; the sink by one of its names."""
+    """Without sink tokens; the sink by one of its names; causal beside any window."""
     words = dict(kwargs)
     words.pop("sink_tokens", None)
     if "sink_logits" in words:
         words[d.rng.choice(("s_aux", "learnable_sink"))] = words.pop("sink_logits")
     if d.chance(0.2):
         words |= {"pack_gqa": d.rng.choice((None, True, False)), "sm_margin": d.rng.randint(0, 9)}
+    if d.chance(0.15):  # whatever the window says of the right
+        words["causal"], asked = True, replace(asked, causal=True)
     return words, replace(asked, sink_tokens=0)
 
 

@@ -155,13 +155,15 @@ def model(d: Draw) -> Drawn:
         """A prompt, then the rest of the tokens in steps of one or of several."""
         from transformers import DynamicCache
 
+        from splitkv.integrations.transformers import CACHE_ARGUMENT
+
         cache, out, at = DynamicCache(config=model.config), [], 0
         rest = n - first
         for step in (first, *([1] * rest if n % 2 else [rest] * (rest > 0))):
             mask = inputs.get("attention_mask")
             given = {} if mask is None else {"attention_mask": mask[:, : at + step]}
             piece = ids[:, at : at + step]
-            out.append(numbers(model(piece, past_key_values=cache, use_cache=True, **given)))
+            out.append(numbers(model(piece, **{CACHE_ARGUMENT: cache}, use_cache=True, **given)))
             at += step
         return torch.cat(out, 1)
 

@@ -55,7 +55,7 @@ def check_logits(model: Any, cache: str, padding: str) -> None:
         store, logits = CACHES[cache](model.config), []
         for begin, end in ((0, 36), (36, 39), (39, 40)):
             ids = tokens()[:, begin:end].to(DEVICE)
-            out = model(ids, attention_mask=mask[:, :end], past_key_values=store)
+            out = model(ids, attention_mask=mask[:, :end], **{integration.CACHE_ARGUMENT: store})
             logits.append(out.logits)
         return torch.cat(logits, 1)[mask.bool()]
 
@@ -92,14 +92,16 @@ def test_a_step_with_a_static_cache_in_a_graph() -> None:
 
     def steps(replay: bool) -> list[torch.Tensor]:
         cache = CACHES["static"](model.config)
-        model(tokens(seqlen=20).to(DEVICE), past_key_values=cache)
-        logits = [model(token, past_key_values=cache).logits.clone()]
+        model(tokens(seqlen=20).to(DEVICE), **{integration.CACHE_ARGUMENT: cache})
+        logits = [model(token, **{integration.CACHE_ARGUMENT: cache}).logits.clone()]
         if not replay:
-            return logits + [model(token, past_key_values=cache).logits for _ in range(3)]
+            return logits + [
+                model(token, **{integration.CACHE_ARGUMENT: cache}).logits for _ in range(3)
+            ]
         lengths = [layer.cumulative_length.clone() for layer in cache.layers]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = model(token, past_key_values=cache).logits
+            out = model(token, **{integration.CACHE_ARGUMENT: cache}).logits
         for layer, length in zip(cache.layers, lengths, strict=True):
             layer.cumulative_length.copy_(length)
         for _ in range(3):
@@ -125,7 +127,11 @@ def test_prompt_in_parts_with_a_static_cache() -> None:
         store = CACHES["static"](model.config)
         parts = ((0, 17), (17, 36), (36, 40))
         return torch.cat(
-            [model(tokens()[:, a:b].to(DEVICE), past_key_values=store).logits for a, b in parts], 1
+            [
+                model(tokens()[:, a:b].to(DEVICE), **{integration.CACHE_ARGUMENT: store}).logits
+                for a, b in parts
+            ],
+            1,
         )
 
     eager, ours = both(model, run)

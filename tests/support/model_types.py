@@ -1,10 +1,12 @@
 """What becomes of every model type of transformers that `sweeping.py` can build.
 
-As of transformers 5.23. A type that is not here has no model so small, or one that takes other
-inputs than tokens or images, or a package that is not installed.
+As of transformers 5.23, and 5.24 where that is newer. A type that is not here has no model so
+small, or one that takes other inputs than tokens or images, or a package that is not installed.
 """
 
 from __future__ import annotations
+
+from splitkv.integrations.transformers import CACHE_ARGUMENT
 
 # Logits or hidden states and gradients are those of eager attention.
 EQUAL = """
@@ -60,12 +62,18 @@ bailing_hybrid deberta deberta-v2 falcon_mamba flaubert fnet fsmt lfm3 mamba mam
 openai-gpt prophetnet rwkv vitdet xlm xlnet xlstm yoso
 """
 
+# Equal from transformers 5.24 on, and among the refused above before that.
+EQUAL_SINCE_5_24 = """
+codegen gptj
+"""
+
 OUTCOMES = {
     model_type: kind
     for kind, types in (
         ("equal", EQUAL),
         ("refused", MATRIX + MATRIX_GIVEN + BIAS + CLOSED),
         ("own", OWN),
+        ("equal", EQUAL_SINCE_5_24 if CACHE_ARGUMENT == "cache" else ""),
     )
     for model_type in types.split()
 }

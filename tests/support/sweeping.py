@@ -316,6 +316,55 @@ def _outcome_of(model_type: str) -> Outcome:
     return Outcome("equal" if calls else "own", "; ".join(parts))
 
 
+NEW = 6  # tokens
+
+
+def generation_of(model_type: str) -> dict[str, str]:
+    """What becomes of greedy generation, with a cache that grows and with a static one, without
+    padding and with: "equal", why it is refused, or nothing where eager attention does not run."""
+    integration.register()
+    model, found = eager_of(model_type), {}
+    for cache in (None, "static"):
+        for padding in (0, 4):
+            try:
+                eager = generated(model, "eager", cache, padding)
+            except Exception:  # of any kind: it is transformers that raises it
+                continue
+            name = f"{cache or 'growing'}, {padding} of padding"
+            try:
+                ours = generated(model, "splitkv", cache, padding)
+            except (UnsupportedProblem, ValueError) as error:
+                found[name] = refusal(error)
+                continue
+            assert torch.equal(ours.sequences, eager.sequences), f"{model_type}, {name}: tokens"
+            for a, b in zip(ours.scores, eager.scores, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+            found[name] = "equal"
+    return found
+
+
+def generated(model: Any, name: str, cache: str | None, padding: int) -> Any:
+    model.set_attn_implementation(name)
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (BATCH, SEQLEN), generator=g)
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    with torch.no_grad():
+        return model.generate(
+            ids,
+            attention_mask=mask,
+            min_new_tokens=NEW,
+            max_new_tokens=NEW,
+            do_sample=False,
+            use_cache=True,
+            cache_implementation=cache,
+            disable_compile=True,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+
+
 def attempt(run: Callable[[Any], Any], eager: Any, exact: Any) -> Any:
     """What eager attention gives in float32 and in float64, or why it does not."""
     try:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from splitkv.api import attention, attention_varlen
 from splitkv.core.errors import expect, expect_int, expect_none_with, expect_shape, expect_tensor
 from splitkv.flash_attn.descales import QUANTISED, scales_of
-from splitkv.flash_attn.options import Options, named, rows_contiguous
+from splitkv.flash_attn.options import Options, bound_of, named, rows_contiguous
 from splitkv.flash_attn.segments import Used, used_segments
 
 HEAD_DIM_STEP = 8  # others are padded with zeros, as in FlashAttention
@@ -251,7 +251,8 @@ def flash_attn_varlen_func(
                           [num_pages, page_size, num_kv_heads, ..], any page size
     cu_seqlens_q, _k      [batch + 1] int32 on the device. With a table cu_seqlens_k gives lengths
                           only, and may be None if seqused_k is given
-    max_seqlen_q, _k      upper bounds of the lengths, from 0 to less than 2**30
+    max_seqlen_q, _k      upper bounds of the lengths, from 0 to less than 2**30. A tensor of one
+                          integer is read by the host
     block_table           [batch, max_pages] int32; page_table is another name for it
     seqused_q, seqused_k  [batch] int32: only the first so many tokens of each sequence are there.
                           Queries after them are rows that see no key, keys after them are not seen
@@ -434,13 +435,16 @@ def _varlen(
 ) -> Any:
     with named({"cache_seqlens": "seqused_k"} | options.names | names):
         q, k, v = _checked(q, k, v, options)
-        cu_seqlens_q, cu_seqlens_k = lengths[:2]
+        cu_seqlens_q, cu_seqlens_k = map(rows_contiguous, lengths[:2])
+        max_seqlen_q, max_seqlen_k = map(bound_of, lengths[2:])
+        used = Used(*map(rows_contiguous, (used.q, used.k, used.page_table)))
         expect_shape("cu_seqlens_q", cu_seqlens_q, **{"batch + 1": None})
         packed = None if used.page_table is not None else cu_seqlens_k
         if k.dtype in QUANTISED and packed is not None:
             expect_shape("k", k, total_k=None, num_kv_heads=None, head_dim=None)
             expect_shape("cu_seqlens_k", packed, **{"batch + 1": len(cu_seqlens_q)})
         scales = scales_of(options.descales, q, k, len(cu_seqlens_q) - 1, packed)
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         call = used_segments(used, *lengths, options.for_attention() | scales)
         return _attend(attention_varlen, (q, k, v), options, call)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from splitkv.core.plan import Plan
 from splitkv.core.problem import Problem
 from splitkv.flash_attn.cached_call import keep, relaunched
 from splitkv.flash_attn.descales import QUANTISED, joined, scales_of
-from splitkv.flash_attn.options import Options, named, rows_contiguous
+from splitkv.flash_attn.options import Options, bound_of, named, rows_contiguous
 from splitkv.flash_attn.pages import Cache, pages_of
 from splitkv.flash_attn.scheduler import fitted, fitted_schedule
 from splitkv.kernels.host.append_call import Append, Rotary
@@ -44,6 +45,14 @@ from splitkv.runtime.dispatch import describe, device_of, fit_plan
 from splitkv.runtime.schedule import Schedule
 
 problems: CallCache[Problem] = CallCache()  # of calls whose arguments were checked
+
+# Arguments that say where things are; as q, k and v, they are copied where their last dimension is
+# not contiguous.
+PLACES = (
+    *("rotary_cos", "rotary_sin", "rotary_seqlens", "cache_seqlens", "cache_batch_idx"),
+    *("cache_leftpad", "leftpad_k", "block_table", "page_table", "cu_seqlens_q"),
+    "cu_seqlens_k_new",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +186,18 @@ def flash_attn_with_kvcache(
         if x is not None:
             expect_tensor(name, x)
     q, k, v = map(rows_contiguous, (q, k, v))
-    ragged = _expect_queries(q, cu_seqlens_q, max_seqlen_q)
-    batch = q.shape[0] if ragged is None else cu_seqlens_q.shape[0] - 1  # type: ignore[union-attr]
-    table, table_name = _either("block_table", block_table, "page_table", page_table)
-    leftpad, leftpad_name = _either("cache_leftpad", cache_leftpad, "leftpad_k", leftpad_k)
+    given |= {name: rows_contiguous(given[name]) for name in PLACES}
+    cu_seqlens_q, cu_seqlens_k_new = given["cu_seqlens_q"], given["cu_seqlens_k_new"]
+    ragged = _expect_queries(q, cu_seqlens_q, bound_of(max_seqlen_q))
+    batch = q.shape[0] if ragged is None else ragged.cu_seqlens_q.shape[0] - 1
+    table, table_name = _either(given, "block_table", "page_table")
+    leftpad, leftpad_name = _either(given, "cache_leftpad", "leftpad_k")
     names = {"page_table": table_name, "cache_leftpad": leftpad_name}
     with named(names):
-        cache = _expect_cache(q, k_cache, v_cache, table, cache_batch_idx, leftpad, batch)
-        seqlens = _expect_seqlens(cache_seqlens, cache, q)
-    rotary = _expect_rotary(q, k, rotary_cos, rotary_sin, rotary_seqlens, cache, options)
+        cache = _expect_cache(q, k_cache, v_cache, table, given["cache_batch_idx"], leftpad, batch)
+        seqlens = _expect_seqlens(given["cache_seqlens"], cache, q)
+    turn = given["rotary_cos"], given["rotary_sin"], given["rotary_seqlens"]
+    rotary = _expect_rotary(q, k, *turn, cache, options)
     if rotary is not None:
         rotary = rotary._replace(interleaved=_bool("rotary_interleaved", rotary_interleaved))
     scales = scales_of(options.descales, q, cache.k, cache.batch)
@@ -213,8 +225,9 @@ def flash_attn_with_kvcache(
 # Checks
 
 
-def _either(name: str, x: Any, other: str, y: Any) -> tuple[Any, str]:
+def _either(given: Mapping[str, Any], name: str, other: str) -> tuple[Any, str]:
     """Returns the value of an argument that has two names, and the name it came by."""
+    x, y = given[name], given[other]
     if y is None:
         return x, name
     expect_none_with(name, x, f"{other}, another name for it")

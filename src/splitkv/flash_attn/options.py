@@ -185,8 +185,13 @@ def named(names: dict[str, str]) -> Iterator[None]:
         raise renamed(error, names) from None
 
 
+def bound_of(length: Any) -> Any:
+    """A bound of lengths, which may also come as a tensor of one integer; the host reads that."""
+    one = isinstance(length, Tensor) and length.numel() == 1 and not length.is_meta
+    return int(length) if one and length.dtype in (torch.int32, torch.int64) else length
+
+
 def rows_contiguous(x: Any) -> Any:
     """x, copied if neighbours along its last dimension are not neighbours in memory."""
-    if isinstance(x, Tensor) and x.dim() and x.stride(-1) != 1:
-        return x.contiguous()
-    return x
+    strided = isinstance(x, Tensor) and x.layout == torch.strided and x.dim() > 0
+    return x.contiguous() if strided and x.stride(-1) != 1 else x

@@ -70,7 +70,11 @@ def continuous_batching(model: Any) -> Iterator[Any]:
 def no_mask(
     *, mask_function: Any = causal_mask_function, attention_mask: Any = None, **_: Any
 ) -> None:
-    """The lengths of a step say what is visible; a mask that says something else raises."""
+    """The lengths of a step say what is visible; a mask that says something else raises.
+
+    From 5.24 on transformers asks for no mask beside a paged cache, and the layers say that they
+    are causal.
+    """
     pattern = recognise(mask_function)
     beyond = not pattern.causal or pattern.right != -1 or pattern.chunk
     if attention_mask is not None or beyond:
@@ -89,14 +93,21 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one layer to the requests of a step, `[1, heads, tokens, dim]`.
 
-    The cache takes the new keys and values, and gives those of all requests end to end.
+    The cache takes the new keys and values, and gives those of all requests end to end: here where
+    the layer hands the cache on, and from transformers 5.24 on in the layer, before this call.
     """
-    expect(cache is not None, "cache", "that of continuous batching", cache)
+    managed = cache is not None or kwargs.get("write_index") is not None
+    expect(managed, "cache", "that of continuous batching", cache)
     expect(attention_mask is None, "attention_mask", "None", attention_mask)
     table = kwargs.get("block_table")
     expect(table is None, "block_table", "None: max_blocks_per_request 0", table)
-    layer = module.layer_idx
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
+    if not getattr(module, "is_causal", True):
+        raise unsupported("is_causal: expected causal layers, got one that sees every key")
+    if cache is not None:
+        layer = module.layer_idx
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs
+        )
     for name in INERT:
         kwargs.pop(name, None)
     window, keys = kwargs.get("sliding_window"), key.shape[2]

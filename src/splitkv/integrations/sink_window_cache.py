@@ -7,7 +7,7 @@
     model.set_attn_implementation("splitkv")
     cache = SinkWindowCache(model.config, sink_tokens=4, window=1024,
                             attention_mask=inputs["attention_mask"])
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, cache=cache)  # before transformers 5.24: past_key_values=cache
 
 The prompt is attended to as the model's own mask says; of it, and of what is generated, each layer
 keeps the first `sink_tokens` and the last `window` tokens of each sequence, padding not counted.

@@ -18,6 +18,7 @@ causal layers (eager attention leaves an average of unrelated values there). And
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, create_causal_mask
 
 import splitkv
 from splitkv.core.errors import (
@@ -50,6 +51,11 @@ from splitkv.integrations.visibility import (
 )
 
 NAME = "splitkv"
+
+# What models and `generate` call their cache: "cache" from transformers 5.24 on, which warns of the
+# name that it had before.
+_renamed = "cache" in inspect.signature(create_causal_mask).parameters
+CACHE_ARGUMENT = "cache" if _renamed else "past_key_values"
 
 # Arguments that a model hands down to its layers and that do not change attention's result.
 INERT = {
@@ -191,7 +197,7 @@ def _forward(
     if given.has_lengths:
         seen = _with_lengths(seen, given.lengths)
     elif seen.packing is not None and getattr(given.position_ids, "ndim", 0) == 2:
-        segments = seen.packing.segments(given.position_ids)
+        segments = seen.packing.segments(given.position_ids, batch)
         if segments is not None:
             seen = _packed(seen, segments)
 

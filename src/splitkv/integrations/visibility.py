@@ -137,18 +137,24 @@ class Packing:
         self._of: Tensor | None = None
         self._segments: Segments | None = None
 
-    def segments(self, position_ids: Tensor) -> Segments | None:
-        """The sequences that `position_ids` `[batch, length]` begin anew; None: rows are whole."""
+    def segments(self, position_ids: Tensor, batch: int) -> Segments | None:
+        """The sequences that `position_ids` `[batch, length]` begin anew; None: rows are whole.
+
+        Positions of one row are those of every row, as everywhere in transformers.
+        """
         if is_compiling() or self._of is not position_ids:
-            self._look_at(position_ids)
+            self._look_at(position_ids, batch)
         return self._segments
 
     @torch.compiler.disable(reason="whether sequences are packed is data: pass an attention_mask")
-    def _look_at(self, position_ids: Tensor) -> None:
+    def _look_at(self, position_ids: Tensor, batch: int) -> None:
         begins = position_ids.diff(dim=-1) <= 0
         self._of, self._segments = position_ids, None
         if begins.any():  # the one look that rows take that are whole
-            self._segments = _segments_of(torch.nn.functional.pad(begins.cumsum(-1), (1, 0)))
+            rows = position_ids.shape[0]
+            expect(rows in (1, batch), "position_ids", f"[1 or {batch}, length]", position_ids)
+            numbers = torch.nn.functional.pad(begins.cumsum(-1), (1, 0))
+            self._segments = _segments_of(numbers.expand(batch, -1))
 
 
 @dataclass(frozen=True)
@@ -279,6 +285,10 @@ def visible_keys(
     start, count = valid.int().argmax(-1), valid.sum(-1)
     run = (slot >= start[:, None]) & (slot < (start + count)[:, None])
     is_run = (valid == run).all()
+    if plain.chunk and pattern.leftpad is not None:
+        # The keys' chunks begin with the run, or where it begins inside a chunk it is all in that.
+        begun = (kv_offset + start - pattern.leftpad.to(valid.device)) % plain.chunk
+        is_run = is_run & ((begun == 0) | (begun + count <= plain.chunk) | (count == 0)).all()
     # Decode aligns the last query with the last key: padding may only come before the queries.
     ends = valid[:, :-1] & ~valid[:, 1:] & (slot[:-1] >= filled - q_length) & (slot[1:] < filled)
     is_aligned = ~ends.any()

@@ -16,7 +16,9 @@ from models import CONFIGS, both, from_config, left_padding, make_model, tokens 
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers.cache_utils import Cache, QuantizedLayer  # noqa: E402
 
+from splitkv import reference  # noqa: E402
 from splitkv.core.errors import UnsupportedProblem  # noqa: E402
+from splitkv.core.masks import Mask  # noqa: E402
 from splitkv.integrations import transformers as integration  # noqa: E402
 from splitkv.integrations.continuous_batching import (
     PAGED,
@@ -109,7 +111,7 @@ def test_a_quantised_cache(name: str, padded: bool) -> None:
         return model.generate(
             tokens(seqlen=20).masked_fill(mask == 0, 0),
             attention_mask=mask,
-            past_key_values=Cache(layers=layers),
+            **{integration.CACHE_ARGUMENT: Cache(layers=layers)},
             max_new_tokens=12,
             do_sample=False,
         )
@@ -201,6 +203,30 @@ def test_a_forward_pass_without_the_manager_raises() -> None:
         model(tokens())
     with continuous_batching(model), pytest.raises(UnsupportedProblem, match="attention_mask"):
         model(tokens(), attention_mask=left_padding())
+
+
+def test_keys_that_the_layer_has_given_to_the_cache() -> None:
+    """From transformers 5.24 on a layer updates the cache, and hands on what that gave."""
+    keys, q = [9, 6], torch.randn(1, 4, 5, 16)
+    k, v = (torch.randn(1, 2, sum(keys), 16) for _ in "kv")
+    ends = {"cu_seq_lens_q": torch.tensor([0, 2, 5]), "cu_seq_lens_k": torch.tensor([0, 9, 15])}
+    given = {name: x.int() for name, x in ends.items()} | {"max_length_q": 3, "max_length_k": 9}
+    of_manager = {"read_index": [q], "write_index": [q], "block_table": None, "is_causal": True}
+    out, _ = paged_attention(torch.nn.Module(), q, k, v, None, **given, **of_manager)
+    of_both = zip(*(x.split(n, 2) for x, n in ((q, [2, 3]), (k, keys), (v, keys))), strict=True)
+    wanted = [
+        reference.attention(*(x.transpose(1, 2) for x in one), mask=Mask(True))[0]
+        for one in of_both
+    ]
+    torch.testing.assert_close(out, torch.cat(wanted, 1).float())
+
+
+def test_a_layer_that_says_it_sees_every_key_is_refused() -> None:
+    """transformers asks for no mask beside a paged cache, so only the layer tells."""
+    layer, q = torch.nn.Module(), torch.randn(1, 2, 3, 16)
+    layer.is_causal = False
+    with pytest.raises(UnsupportedProblem, match="is_causal: expected causal layers"):
+        paged_attention(layer, q, q, q, None, write_index=[q], is_causal=True)
 
 
 def test_a_model_of_another_implementation_is_refused() -> None:

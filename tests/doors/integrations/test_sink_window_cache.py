@@ -72,7 +72,7 @@ def by_hand(ids: torch.Tensor, sinks: int, window: int) -> tuple[torch.Tensor, t
     with torch.no_grad():
         for _ in range(NEW):
             span = torch.arange(position - new.shape[1], position)[None].expand(len(ids), -1)
-            out = model(new, past_key_values=cache, position_ids=span)
+            out = model(new, **{integration.CACHE_ARGUMENT: cache}, position_ids=span)
             scores.append(out.logits[:, -1])
             new = scores[-1].argmax(-1, keepdim=True)
             ids = torch.cat([ids, new], 1)
@@ -86,7 +86,9 @@ def by_hand(ids: torch.Tensor, sinks: int, window: int) -> tuple[torch.Tensor, t
 def generate(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> Any:
     options = {"max_new_tokens": NEW, "do_sample": False, "output_scores": True, **options}
     given = {"attention_mask": torch.ones_like(ids), **options}
-    return model.generate(ids, past_key_values=cache, return_dict_in_generate=True, **given)
+    return model.generate(
+        ids, **{integration.CACHE_ARGUMENT: cache}, return_dict_in_generate=True, **given
+    )
 
 
 @pytest.mark.parametrize("attention", ["splitkv", "eager"])
@@ -155,9 +157,9 @@ def test_what_it_refuses() -> None:
         SinkWindowCache(sliding, sink_tokens=1, window=4, attention_mask=None)
     cache = cache_of(model)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{integration.CACHE_ARGUMENT: cache})
         with pytest.raises(UnsupportedProblem, match="input_ids: expected one new token a step"):
-            model(ids, past_key_values=cache)
+            model(ids, **{integration.CACHE_ARGUMENT: cache})
     with pytest.raises(UnsupportedProblem, match="crop: expected a cache that keeps every token"):
         cache.layers[0].crop(1)
 

@@ -138,9 +138,9 @@ def test_a_default_cache_grows_without_a_new_plan_in_every_step(
     monkeypatch.setattr(dispatch, "describe_decode", counted)
     with fake_gpu() as launched:
         cache, prompt = DynamicCache(config=model.config), tokens(batch=batch, seqlen=300)
-        model(prompt, past_key_values=cache)
+        model(prompt, **{integration.CACHE_ARGUMENT: cache})
         for _ in range(40):
-            model(prompt[:, :1], past_key_values=cache)
+            model(prompt[:, :1], **{integration.CACHE_ARGUMENT: cache})
             launched.calls.clear()
         kinds = len({getattr(layer, "sliding_window", None) for layer in cache.layers})
         assert described and max(described) <= 303 and len(described) <= 3 * kinds
@@ -180,7 +180,11 @@ def test_bfloat16_logits_keep_the_tolerance_rule(name: str, padding: str) -> Non
     def run(model: Any) -> torch.Tensor:
         cache, logits = DynamicCache(config=model.config), []
         for begin, end in ((0, 38), (38, 39), (39, 40)):
-            out = model(tokens()[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
+            out = model(
+                tokens()[:, begin:end],
+                attention_mask=mask[:, :end],
+                **{integration.CACHE_ARGUMENT: cache},
+            )
             logits.append(out.logits)
         return torch.cat(logits, 1)[mask.bool()]
 
@@ -203,7 +207,11 @@ def test_prompt_in_parts_with_left_padding(
         store, logits = CACHES[cache](model.config), []
         # Long parts, a few tokens at once (as speculative decoding does), and one.
         for begin, end in ((0, 17), (17, 36), (36, 39), (39, 40)):
-            out = model(tokens()[:, begin:end], attention_mask=mask[:, :end], past_key_values=store)
+            out = model(
+                tokens()[:, begin:end],
+                attention_mask=mask[:, :end],
+                **{integration.CACHE_ARGUMENT: store},
+            )
             logits.append(out.logits)
         return torch.cat(logits, 1)[mask.bool()].detach()
 
@@ -220,7 +228,7 @@ def test_short_prompt_in_a_static_cache(name: str, calls: list[SimpleNamespace])
 
     def run(model: Any) -> torch.Tensor:
         cache = CACHES["static"](model.config)
-        out = model(tokens(seqlen=12), attention_mask=mask, past_key_values=cache)
+        out = model(tokens(seqlen=12), attention_mask=mask, **{integration.CACHE_ARGUMENT: cache})
         return out.logits[mask.bool()]
 
     assert_same_logits(make_model(name), run)
@@ -251,7 +259,7 @@ def test_decode_after_right_padding_skips_the_gap() -> None:
                 tokens()[:, begin:end],
                 attention_mask=mask[:, :end],
                 position_ids=positions[:, begin:end],
-                past_key_values=cache,
+                **{integration.CACHE_ARGUMENT: cache},
             )
             logits.append(out.logits)
         return torch.cat(logits, 1)[mask.bool()]
@@ -277,9 +285,9 @@ def test_positions_of_whole_rows_are_looked_at_once() -> None:
     """Training has them in every forward, and the GPU waits for whoever looks."""
     packing, whole = visibility.Packing(), torch.arange(SEQLEN).expand(3, -1)
     with Count() as count:
-        assert all(packing.segments(whole) is None for _ in range(8))
+        assert all(packing.segments(whole, 1) is None for _ in range(8))
     assert count.read == 1 and count.asked <= 8
-    found = packing.segments(torch.arange(8).repeat(2)[None])
+    found = packing.segments(torch.arange(8).repeat(2)[None], 1)
     assert found is not None and found.cu_seqlens_q.tolist() == [0, 8, 16]
 
 
@@ -319,8 +327,10 @@ def test_query_padding_after_the_cache_is_aligned() -> None:
 
     def run(model: Any) -> torch.Tensor:
         cache = DynamicCache(config=model.config)
-        first = model(tokens()[:, :35], past_key_values=cache).logits
-        rest = model(tokens()[:, 35:], attention_mask=mask, past_key_values=cache).logits
+        first = model(tokens()[:, :35], **{integration.CACHE_ARGUMENT: cache}).logits
+        rest = model(
+            tokens()[:, 35:], attention_mask=mask, **{integration.CACHE_ARGUMENT: cache}
+        ).logits
         return torch.cat([first, rest], 1)[mask.bool()]
 
     assert_same_logits(make_model("gpt_oss"), run)
@@ -483,6 +493,25 @@ def test_packed_sequences_are_those_of_separate_ones(name: str) -> None:
         assert_close(a, ref, pt, factor=factor, name=part)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_packed_positions_of_one_row_are_those_of_every_row(name: str) -> None:
+    model, positions = make_model(name), torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    model.set_attn_implementation("splitkv")
+    with torch.no_grad():
+        one, each = (
+            model(tokens(), position_ids=given, use_cache=False).logits
+            for given in (positions, positions.expand(3, -1))
+        )
+        assert torch.equal(one, each)
+        torch.testing.assert_close(one, separate(model, tokens()), rtol=1e-4, atol=1e-4)
+
+
+def test_positions_of_another_number_of_rows_are_refused() -> None:
+    packed = torch.arange(4).repeat(2, 2)
+    with pytest.raises(ValueError, match=r"position_ids: expected \[1 or 3, length\]"):
+        visibility.Packing().segments(packed, 3)
+
+
 def gradients_and_logits(
     model: Any, run: Callable[[Any], torch.Tensor], weights: torch.Tensor
 ) -> dict[str, torch.Tensor]:
@@ -600,6 +629,30 @@ def test_chunks_count_from_the_first_token(
         for dtype in (torch.float64, torch.float32)
     ]
     assert_close(out, *exact)
+
+
+def test_chunks_after_a_gap_are_those_of_the_row() -> None:
+    """A prompt padded on the right, of which the cache has kept the padding alone, goes on inside a
+    chunk: new tokens that reach the next one are refused, others are right."""
+    model, prompt = make_model("llama4"), 20
+    mask = torch.ones(3, prompt + 12, dtype=torch.int64)
+    mask[1, 5:prompt] = 0
+
+    def run(model: Any, steps: tuple[int, ...]) -> torch.Tensor:
+        cache, out, begin = DynamicCache(config=model.config), [], 0
+        with torch.no_grad():
+            for step in (prompt, *steps):
+                end = begin + step
+                given = {"attention_mask": mask[:, :end], integration.CACHE_ARGUMENT: cache}
+                out.append(model(tokens()[:, begin:end], **given).logits)
+                begin = end
+        logits = torch.cat(out, 1)
+        return logits[mask[:, : logits.shape[1]].bool()]
+
+    for steps in ((1,) * 6, (2,) * 6, (4, 4)):  # the next chunk begins at 24
+        torch.testing.assert_close(*both(model, lambda m, n=steps: run(m, n)))
+    with pytest.raises(splitkv.UnsupportedProblem, match="padding between tokens"):
+        run(model, (5,))
 
 
 @torch.no_grad()

@@ -29,7 +29,9 @@ def generated(model: Any, cache: Any) -> torch.Tensor:
         layer.cumulative_length.fill_(CONTEXT)
     ids = torch.full((2, CONTEXT + 1), 7, device=model.device)
     how = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
-    tokens: torch.Tensor = model.generate(ids, past_key_values=cache, disable_compile=True, **how)
+    tokens: torch.Tensor = model.generate(
+        ids, **{integration.CACHE_ARGUMENT: cache}, disable_compile=True, **how
+    )
     return tokens[:, CONTEXT + 1 :]
 
 

@@ -43,7 +43,7 @@ class Steps:
     """A model's forward in whose place every call of one token a sequence is replayed.
 
     with Steps(model, cache) as steps:
-        model.generate(..., past_key_values=cache, disable_compile=True)
+        model.generate(..., cache=cache, disable_compile=True)
 
     Calls with other inputs have a graph of their own.
     """
@@ -140,6 +140,8 @@ def make_model(**changes: Any) -> Any:
 @torch.no_grad()
 def measure(model: Any, batch: int, context: int) -> tuple[Tensor, float, float]:
     """(logits of a step, tokens a second by generate, and by the graph alone)."""
+    from splitkv.integrations.transformers import CACHE_ARGUMENT
+
     cache = filled_cache(model.config, batch, context, model.lm_head.weight)
     ids = torch.full((batch, context + 1), 7, device=model.device)
 
@@ -158,7 +160,7 @@ def measure(model: Any, batch: int, context: int) -> tuple[Tensor, float, float]
     def generate() -> None:
         model.generate(
             ids,
-            past_key_values=cache,
+            **{CACHE_ARGUMENT: cache},
             max_new_tokens=TOKENS,
             min_new_tokens=TOKENS,
             do_sample=False,
@@ -172,7 +174,8 @@ def measure(model: Any, batch: int, context: int) -> tuple[Tensor, float, float]
         assert replay is not None
         replayed = batch * REPLAYS / seconds(lambda: [replay() for _ in range(REPLAYS)])
     reset()
-    logits = model(ids[:, -1:], past_key_values=cache, position_ids=ids[:, :1] * 0 + context).logits
+    position_ids = ids[:, :1] * 0 + context
+    logits = model(ids[:, -1:], **{CACHE_ARGUMENT: cache}, position_ids=position_ids).logits
     return logits.float(), generated, replayed
 
 
