@@ -246,7 +246,9 @@ def test_what_is_kept_is_bounded(
 
 
 def test_a_kernel_is_replaced_with_the_filters_of_warnings_left_alone() -> None:
-    """They are of the process: other threads would see a change. torch's own warning stays."""
+    """They are of the process: other threads would see a change. torch's own warning stays, where it
+    has one: 2.14 has none."""
+    silent = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
     code = (
         "import warnings, torch\n"
         "from torch.library import Library\n"
@@ -261,7 +263,7 @@ def test_a_kernel_is_replaced_with_the_filters_of_warnings_left_alone() -> None:
         command = [sys.executable, "-W", f"{option}:Warning only once:UserWarning", "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        assert (torch_sdpa.REPLACED in done.stderr) == (option == "default")
+        assert (torch_sdpa.REPLACED in done.stderr) == (option == "default" and not silent)
 
 
 REFUSALS: dict[str, tuple[Any, str]] = {
