@@ -246,8 +246,8 @@ def test_what_is_kept_is_bounded(
 
 
 def test_a_kernel_is_replaced_with_the_filters_of_warnings_left_alone() -> None:
-    """They are of the process: other threads would see a change. torch's own warning stays, where it
-    has one: 2.14 has none."""
+    """They are of the process: other threads would see a change. torch's own warning stays, which
+    2.14 has no more."""
     silent = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
     code = (
         "import warnings, torch\n"
