@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import splitkv
 from splitkv import flash_attn
@@ -296,6 +297,25 @@ def test_states_of_other_types_merge() -> None:
     a, lse = t(B, S, H, D), t(B, H, S)
     out, merged = splitkv.merge_states(a.bfloat16(), lse.double(), a, lse)
     assert out.dtype == torch.bfloat16 and merged.dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["decode", "attention", "attention_varlen", "with_kvcache"])
+def test_tangents_of_forward_mode(name: str) -> None:
+    """Nothing in the kernels carries them on; a call like it without one is served before."""
+    function, given = {
+        "decode": (splitkv.decode, CACHE),
+        "attention": (splitkv.attention, DENSE),
+        "attention_varlen": (splitkv.attention_varlen, VARLEN),
+        "with_kvcache": (with_kvcache, CACHE),
+    }[name]
+    for _ in range(3):
+        function(**given)  # type: ignore[operator]
+    with forward_ad.dual_level():
+        function(**given)  # type: ignore[operator]
+        dual = forward_ad.make_dual(given["q"], given["q"])  # type: ignore[arg-type]
+        with pytest.raises(NotImplementedError, match="tensors: expected none with a tangent"):
+            function(**given | {"q": dual})  # type: ignore[operator]
+    function(**given)  # type: ignore[operator]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -30,6 +30,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from splitkv.core.plan import Plan
 from splitkv.core.problem import Operands
@@ -145,13 +146,15 @@ class CallCache(Generic[Bound]):
     def match(self, options: Any, tensors: Sequence[Any], any_first: bool = False) -> Bound | None:
         """The call among the latest of these options that the tensors fit.
 
-        None under a dispatch mode, which is to see a call that is not cached.
+        None under a dispatch mode, which is to see a call that is not cached, and where tensors may
+        have tangents, which no check of them sees.
 
         any_first   among those that were bound to any length of the first tensor
         """
         try:
             first = None if any_first else tensors[0].shape[0]
-            recent = () if dispatch_modes() else self.recent.get((options, first), ())
+            seen = dispatch_modes() or forward_ad._current_level >= 0
+            recent = () if seen else self.recent.get((options, first), ())
         except NO_TENSOR:  # describing says what is not right
             return None
         for fits, grad_mode, bound in recent:

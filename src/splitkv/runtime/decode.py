@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from splitkv.core.errors import dtype_name
@@ -235,9 +236,8 @@ def decode(
                     made_with,
                     given,
                 )
-            recent = (
-                () if call_cache.dispatch_modes() else dispatch.calls.recent[options, q.shape[0]]
-            )
+            seen = call_cache.dispatch_modes() or forward_ad._current_level >= 0
+            recent = () if seen else dispatch.calls.recent[options, q.shape[0]]
         except KeyError:
             recent = ()
         except (ValueError, *call_cache.NO_TENSOR):  # describing says what is not right

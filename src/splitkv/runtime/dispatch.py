@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from splitkv.core.device import Device, cpu, current
 from splitkv.core.errors import (
@@ -77,13 +78,27 @@ def torch_device(device: Any) -> torch.device:
 
 
 def is_plain(*arguments: Any) -> bool:
-    """Whether no tensor is a subclass and nothing is tracing: the operators may be skipped."""
-    if torch.compiler.is_compiling() or call_cache.dispatch_modes():
+    """Whether no tensor is a subclass and nothing is tracing: the operators may be skipped. Raises
+    NotImplementedError where one has a tangent, which would be lost."""
+    if torch.compiler.is_compiling():
+        return False
+    if forward_ad._current_level >= 0:
+        _expect_no_tangents(arguments)
+    if call_cache.dispatch_modes():
         return False
     for x in arguments:  # noqa: SIM110, as a generator takes longer, on every call
         if type(x) not in _PLAIN and isinstance(x, Tensor):
             return False
     return True
+
+
+def _expect_no_tangents(arguments: tuple[Any, ...]) -> None:
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "tensors: expected none with a tangent, as no kernel has derivatives in forward mode; "
+            "take gradients in reverse mode, or splitkv.reference"
+        )
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
