@@ -45,8 +45,9 @@ def item_at_grid(batch, r, CONFIG: gl.constexpr):
     exists = None
     if batch.items is not None:
         sequence += r * gl.num_programs(2)
-        exists = sequence < batch.batch
+        exists = sequence < batch.batch  # else it has no rows, no keys, and no scales to be read
         len_q = gl.where(exists, len_q, 0)
+        len_k = gl.where(exists, len_k, 0)
     if batch.keys.lens_ptr is not None:
         if exists is None:
             len_k = gl.load(batch.keys.lens_ptr + sequence)
