@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from splitkv.kernels.hopper.primitives.tma_ring import first_slot, next_slot
+from splitkv.kernels.hopper.primitives.tma_ring import next_stage, stage_after
 
 
 class Barrier:
@@ -43,14 +43,14 @@ def load_role(ring: Ring, splits: Sequence[int]) -> Iterator[Wait]:
     """Issues tile after tile; yields what it waits for."""
     stages, before = len(ring.full), 0
     for count in splits:
-        stage, phase = first_slot.fn(before, 0, stages)
+        stage, phase = stage_after.fn(before, 0, stages)
         phase = 1 - phase
         for tile in range(before, before + count):
             yield ring.empty[stage], phase
             assert ring.tiles[stage][1], f"tile {tile} is written over {ring.tiles[stage]}"
             ring.tiles[stage] = tile, False
             ring.full[stage].completed += 1
-            stage, phase = next_slot.fn(stage, phase, stages)
+            stage, phase = next_stage.fn(stage, phase, stages)
         before += count
 
 
@@ -58,13 +58,13 @@ def mma_role(ring: Ring, splits: Sequence[int], read: list[int]) -> Iterator[Wai
     """Reads tile after tile; yields what it waits for."""
     stages, before = len(ring.full), 0
     for count in splits:
-        stage, phase = first_slot.fn(before, 0, stages)
+        stage, phase = stage_after.fn(before, 0, stages)
         for _ in range(count):
             yield ring.full[stage], phase
             read.append(ring.tiles[stage][0])
             ring.tiles[stage] = ring.tiles[stage][0], True
             ring.empty[stage].completed += 1
-            stage, phase = next_slot.fn(stage, phase, stages)
+            stage, phase = next_stage.fn(stage, phase, stages)
         before += count
 
 
@@ -94,7 +94,7 @@ def test_every_tile_is_read_once_in_order(stages: int, splits: list[int], seed: 
 
 def test_the_model_sees_a_phase_that_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """As every split would by itself: with an odd number of rounds before, it is the wrong one."""
-    monkeypatch.setattr(first_slot, "fn", lambda before, zero, stages: (before % stages, 0))
+    monkeypatch.setattr(stage_after, "fn", lambda before, zero, stages: (before % stages, 0))
     with pytest.raises(AssertionError, match="wait|written over"):
         for seed in range(5):
             assert run(3, [3, 4], seed) == list(range(7)), "a tile is not waited for"

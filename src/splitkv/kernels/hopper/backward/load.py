@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from splitkv.kernels.hopper.primitives.tma_ring import async_load, next_slot
+from splitkv.kernels.hopper.primitives.tma_ring import async_load, next_stage
 
 # With sink logits the consumer of dv has p times 2^15, so that in fp16 small p have as many bits as
 # large ones, three more than in bf16: the rounding of p would be in dsink.
@@ -48,10 +48,7 @@ def load_whole_rows(inputs, boxes, tiles, barriers, work, CONFIG: gl.constexpr):
         count = gl.where(j < work.steps, work.num_rows - t, 0)
         copy_statistics(inputs, tiles, stage, g * work.stat_head + t, count)
         mbarrier.arrive(full, count=1)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = next_stage(stage, phase, STAGES)
         i += 1
         if i == work.rows.count:
             i = 0
@@ -114,8 +111,8 @@ def load_rows_apart(inputs, boxes, tiles, barriers, work, CONFIG: gl.constexpr):
         async_load(inputs.grad, at, full, boxes.grad.index(grad_stage))
         tiles.delta.index(grad_stage).store(delta)
         mbarrier.arrive(full, count=1)
-        stage, phase = next_slot(stage, phase, CONFIG.num_stages)
-        grad_stage, grad_phase = next_slot(grad_stage, grad_phase, CONFIG.grad_stages)
+        stage, phase = next_stage(stage, phase, CONFIG.num_stages)
+        grad_stage, grad_phase = next_stage(grad_stage, grad_phase, CONFIG.grad_stages)
         i += 1
         if i == work.rows.count:
             i = 0

@@ -47,7 +47,7 @@ from splitkv.kernels.hopper.backward.shared_memory import (
 )
 from splitkv.kernels.hopper.backward.sinks import add_to_sinks, start_sinks
 from splitkv.kernels.hopper.primitives.conversion import halves_of_words
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals, reinterpret
+from splitkv.kernels.hopper.primitives.tma_ring import make_barriers, next_stage, reinterpret
 from splitkv.kernels.hopper.primitives.zero_rows import all_cleared, clear_behind
 
 
@@ -84,9 +84,9 @@ def specialize_half_keys(
         grad_strips=None,
     )
     barriers = BackwardBarriers(
-        kv=arrivals(1, 1),
-        q=arrivals(STAGES, 2),  # TMA, and the warp that copies statistics
-        q_free=arrivals(STAGES, 2),
+        kv=make_barriers(1, 1),
+        q=make_barriers(STAGES, 2),  # TMA, and the warp that copies statistics
+        q_free=make_barriers(STAGES, 2),
         grad=None,
         grad_free=None,
         p=None,
@@ -270,10 +270,7 @@ def mainloop_half_keys(
 
         # weights and dp of the next tile of rows, under dk
         before = stage
-        stage += 1
-        if stage == CONFIG.num_stages:
-            stage = 0
-            phase ^= 1
+        stage, phase = next_stage(stage, phase, CONFIG.num_stages)
         i += 1
         if i == work.rows.count:
             i = 0

@@ -47,7 +47,7 @@ from splitkv.kernels.hopper.backward.shared_memory import (
     allocate_rows_apart,
 )
 from splitkv.kernels.hopper.backward.sinks import add_to_sinks, start_sinks
-from splitkv.kernels.hopper.primitives.tma_ring import turn_of
+from splitkv.kernels.hopper.primitives.tma_ring import stage_of
 from splitkv.kernels.hopper.primitives.zero_rows import all_cleared, clear_behind
 
 
@@ -196,8 +196,8 @@ def mma_dv(
 
     for j in range(work.steps):
         last = j - 1
-        stage, phase = turn_of(j, CONFIG.num_stages)
-        grad_stage, grad_phase = turn_of(j, CONFIG.grad_stages)
+        stage, phase = stage_of(j, CONFIG.num_stages)
+        grad_stage, grad_phase = stage_of(j, CONFIG.grad_stages)
         if exchange.ds is not None:
             wait_ds(exchange, last)
             first = start_dq_piece(exchange, tiles.k, last, 0, W)
@@ -213,7 +213,7 @@ def mma_dv(
         i += 1
         if i == work.rows.count:
             i = 0
-        stage, phase = turn_of(j + 1, CONFIG.num_stages)
+        stage, phase = stage_of(j + 1, CONFIG.num_stages)
         full = barriers.q.index(stage)
         if exchange.ds is not None:
             first = warpgroup_mma_wait(1, deps=[first])
@@ -280,8 +280,8 @@ def mma_dk(
 
     for j in range(work.steps):
         last = j - 1
-        stage, phase = turn_of(j, CONFIG.num_stages)
-        grad_stage, grad_phase = turn_of(j, CONFIG.grad_stages)
+        stage, phase = stage_of(j, CONFIG.num_stages)
+        grad_stage, grad_phase = stage_of(j, CONFIG.grad_stages)
         if exchange.ds is not None:
             wait_ds(exchange, last)
             first = start_dq_piece(exchange, tiles.k, last, 0, W)
@@ -310,7 +310,7 @@ def mma_dk(
         i += 1
         if i == work.rows.count:
             i = 0
-        grad_stage, grad_phase = turn_of(j + 1, CONFIG.grad_stages)
+        grad_stage, grad_phase = stage_of(j + 1, CONFIG.grad_stages)
         grad_full = barriers.grad.index(grad_stage)
         if exchange.ds is not None:
             first = warpgroup_mma_wait(1, deps=[first])

@@ -29,7 +29,12 @@ from splitkv.kernels.hopper.backward.key_tile import locate_tokens
 from splitkv.kernels.hopper.backward.records import HALF
 from splitkv.kernels.hopper.backward.shared_memory import SWIZZLED
 from splitkv.kernels.hopper.backward.split_sums import LeftSums, add_up_left
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals, async_load, next_slot, reinterpret
+from splitkv.kernels.hopper.primitives.tma_ring import (
+    async_load,
+    make_barriers,
+    next_stage,
+    reinterpret,
+)
 from splitkv.kernels.hopper.primitives.zero_rows import all_cleared, clear_behind
 from splitkv.kernels.tile.band import Bounds, visible, visited_tiles
 from splitkv.kernels.tile.visit import tile_and_lane
@@ -134,11 +139,11 @@ def load_query_role(desc, boxes, barriers, work):
         mbarrier.wait(barriers.free.index(stage), phase)
         mbarrier.expect(barriers.full.index(stage), desc.k.block_type.nbytes)
         async_load(desc.k, at, barriers.full.index(stage), boxes.k.index(stage))
-        stage, phase = next_slot(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
         mbarrier.wait(barriers.free.index(stage), phase)
         mbarrier.expect(barriers.full.index(stage), desc.v.block_type.nbytes)
         async_load(desc.v, at, barriers.full.index(stage), boxes.v.index(stage * V_STEP))
-        stage, phase = next_slot(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -211,8 +216,8 @@ def mma_query_role(
 
         # weights of the next tile of keys
         before = stage
-        stage, phase = next_slot(v_stage, v_phase, STAGES)
-        v_stage, v_phase = next_slot(stage, phase, STAGES)
+        stage, phase = next_stage(v_stage, v_phase, STAGES)
+        v_stage, v_phase = next_stage(stage, phase, STAGES)
         start = gl.where(j + 1 < work.near, j + 1, j + 1 + work.skip) * TILE_N
         k = wait_ring(tiles.k, barriers, stage, phase, work.len_k - start, W)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -258,7 +263,11 @@ def allocate_query_memory(desc, STAGES: gl.constexpr):
         k=reinterpret(ring, dtype, [STAGES, TILE_N, DIM], SWIZZLED),
         v=reinterpret(ring, dtype, [V_STAGES, TILE_N, DIM_V], SWIZZLED),
     )
-    return boxes, tiles, QueryBarriers(arrivals(1, 1), arrivals(STAGES, 1), arrivals(STAGES, 2))
+    return (
+        boxes,
+        tiles,
+        QueryBarriers(make_barriers(1, 1), make_barriers(STAGES, 1), make_barriers(STAGES, 2)),
+    )
 
 
 @gluon.jit(do_not_specialize=SIZES)

@@ -34,7 +34,7 @@ from splitkv.kernels.hopper.decode.split_range import (
     prefetch_first_page_id,
 )
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.hopper.primitives.tma_ring import make_barriers
 from splitkv.kernels.tile.band import Bounds, token_range
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.new import AngleTable, NewStrides, NewTokens, grown, seen_tiles, start_of
@@ -127,7 +127,7 @@ def decode_append(
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
     scales = KeyScales(None, None, None, None)
-    full = arrivals(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
+    full = make_barriers(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
     ring = Ring(k_boxes, v_boxes, full, None, k_tiles, v_tiles)
     if programs is not None:
         rule = BatchRule(programs, batch, seqlen_new, capacity)

@@ -26,7 +26,7 @@ from splitkv.kernels.hopper.decode.records import (
 from splitkv.kernels.hopper.decode.ring import allocate_boxes
 from splitkv.kernels.hopper.decode.walk_roles import StepShares, WalkInputs, run_roles
 from splitkv.kernels.hopper.decode.write_role import WRITTEN_AHEAD, AppendedTokens
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.hopper.primitives.tma_ring import make_barriers
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.new import AngleTable, NewStrides
@@ -97,8 +97,8 @@ def decode_walk(
     k_boxes, k_tiles = allocate_boxes(k, CONFIG.dim_k, CONFIG)
     v_boxes, v_tiles = allocate_boxes(v, CONFIG.dim_v, CONFIG)
     scales = KeyScales(key_scales, allocate_scale_stages(CONFIG), stride_sb, stride_sn)
-    full = arrivals(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
-    empty = arrivals(CONFIG.num_stages, 1)
+    full = make_barriers(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
+    empty = make_barriers(CONFIG.num_stages, 1)
     ring = Ring(k_boxes, v_boxes, full, empty, k_tiles, v_tiles)
     of_q = Strides(stride_qsb, stride_qst, stride_qsh)
     of_kv = Strides(stride_sb, None, stride_sh)
@@ -109,8 +109,8 @@ def decode_walk(
         of_scales = Strides(new_scale_strides.b, None, new_scale_strides.h)
         strides = NewStrides(new_k_strides, k_strides, new_v_strides, v_strides, of_scales)
         angles = AngleTable(rotary_rows, stride_cos, stride_sin)
-        written = arrivals(WRITTEN_AHEAD, 1)
-        taken = arrivals(WRITTEN_AHEAD, 1)
+        written = make_barriers(WRITTEN_AHEAD, 1)
+        taken = make_barriers(WRITTEN_AHEAD, 1)
         tokens = AppendedTokens(new, turn, strides, angles, slabs, q_step, written, taken)
     tl.extra.cuda.gdc_wait()  # for the schedule, and all before it
     tl.extra.cuda.gdc_launch_dependents()  # combine, which reads a schedule that is given at once

@@ -31,7 +31,7 @@ from splitkv.kernels.hopper.decode.split_range import (
     prefetch_page_ids,
 )
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.hopper.primitives.tma_ring import make_barriers
 from splitkv.kernels.tile.band import Bounds, load_sink_tokens, token_range
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.share import Share
@@ -102,7 +102,7 @@ def decode_producer(
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
     scales = KeyScales(key_scales, allocate_scale_stages(CONFIG), stride_sb, stride_sn)
-    full = arrivals(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
+    full = make_barriers(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
 
     q_of_sequence = q_ptr + program.sequence.to(gl.int64) * q_strides.b
     queries = QueryRows(q_of_sequence, kv_head, row_tile, seqlen_q, q_strides.t, q_strides.h, None)
@@ -112,7 +112,7 @@ def decode_producer(
     output = Output(final, partial, row.sink_ptr, seqlen_q, num_kv_heads, out_strides)
     empty = None
     if CONFIG.ring == "wraps":
-        empty = arrivals(CONFIG.num_stages, 1)
+        empty = make_barriers(CONFIG.num_stages, 1)
     ring = Ring(k_boxes, v_boxes, full, empty, k_tiles, v_tiles)
     inputs = MmaInputs(queries, terms, work)
     softmax, num_splits = attend_by_roles(kv, ring, scales, inputs, CONFIG)

@@ -36,7 +36,7 @@ from splitkv.kernels.hopper.decode.split_range import (
 )
 from splitkv.kernels.hopper.decode.wgmma_loop import wgmma_loop
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.hopper.primitives.tma_ring import make_barriers
 from splitkv.kernels.tile.band import Bounds, load_sink_tokens, token_range
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.share import Share
@@ -113,7 +113,7 @@ def decode_wgmma(
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
     scales = KeyScales(key_scales, allocate_scale_stages(CONFIG), stride_sb, stride_sn)
-    full = arrivals(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
+    full = make_barriers(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
     ring = Ring(k_boxes, v_boxes, full, None, k_tiles, v_tiles)
     if programs is not None:
         sequence, index, num_splits = locate_in_batch(

@@ -23,11 +23,11 @@ from splitkv.kernels.hopper.decode.lazy_maxima import LOWEST, raise_maxima, tole
 from splitkv.kernels.hopper.decode.records import Softmax
 from splitkv.kernels.hopper.decode.ring import load_page_ids
 from splitkv.kernels.hopper.prefill.sums import any_among, declare_any
-from splitkv.kernels.hopper.primitives.inline_asm import act
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
 from splitkv.kernels.hopper.primitives.tma_ring import (
-    first_slot,
-    foresee,
-    next_slot,
+    next_stage,
+    prefetch_page_id,
+    stage_after,
     thread_barrier,
     tile_at_place,
 )
@@ -85,7 +85,7 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
     sums = gl.zeros([ROWS, TILE_N], gl.float32, R)  # of l, added up across threads at the end
     acc = gl.zeros([TILE_M, DIM_V], gl.float32, S)
     acc_odd = acc
-    stage, phase = first_slot(ring.before, tiles.first * 0, STAGES)
+    stage, phase = stage_after(ring.before, tiles.first * 0, STAGES)
     for i in range(tiles.first, tiles.last, tiles.by):
         ahead = i + STAGES * tiles.by
         # page ids come while this tile is worked on
@@ -112,7 +112,7 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
             qk *= k_scale
         y = score_log2(qk, scale, softcap, slope, pos, offs_n) - m[:, None]
         if not all_visible(bounds, scoring.first, scoring.last, keys, first_n, TILE_N):
-            act("bar.warp.sync 0xffffffff;", "r", (first_n,))  # else ptxas asks in every tile
+            run_ptx("bar.warp.sync 0xffffffff;", "r", (first_n,))  # else ptxas asks in every tile
             y = gl.where(visible(bounds, pos, offs_n, keys), y, float("-inf"))
             if v_scale is not None:
                 v_scale = gl.where(offs_n < keys, v_scale, 1.0)  # there may be NaN
@@ -157,8 +157,8 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
                         ring, kv, scales, split, stage, tile, pages, scale_pages, CONFIG
                     )
                     after = tile_at_place(tiles, gl.minimum(ahead + tiles.by, tiles.last - 1))
-                    foresee(kv, split.sequence, after, CONFIG.page_size, TILE_N)
-        stage, phase = next_slot(stage, phase, STAGES)
+                    prefetch_page_id(kv, split.sequence, after, CONFIG.page_size, TILE_N)
+        stage, phase = next_stage(stage, phase, STAGES)
     m, l = true_maxima(m), gl.sum(sums, 1)
     if ROWS < TILE_M:
         m, l = with_rows(m, m, M), with_rows(l, l, M)

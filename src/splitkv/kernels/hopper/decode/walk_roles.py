@@ -35,12 +35,12 @@ from splitkv.kernels.hopper.decode.write_role import (
     wait_for_new_tokens,
     write_if_any,
 )
-from splitkv.kernels.hopper.primitives.inline_asm import act
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
 from splitkv.kernels.hopper.primitives.tma_ring import (
     async_load,
-    first_slot,
     keys_of_box,
-    next_slot,
+    next_stage,
+    stage_after,
     thread_barrier,
     tile_at_place,
 )
@@ -296,13 +296,13 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
     sequence those boxes that have keys of it."""
     TILE_N: gl.constexpr = CONFIG.tile_n
     tiles = split.tiles
-    stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
+    stage, phase = stage_after(ring.before, tiles.first * 0, CONFIG.num_stages)
     phase = 1 - phase  # all stages are empty in the beginning
     for i in range(tiles.first, tiles.last, tiles.by):
         first_n = tile_at_place(tiles, i) * TILE_N
         mbarrier.wait(ring.empty.index(stage), phase)
         issue_boxes(ring, kv, split, stage, first_n, CONFIG)
-        stage, phase = next_slot(stage, phase, CONFIG.num_stages)
+        stage, phase = next_stage(stage, phase, CONFIG.num_stages)
 
 
 @gluon.jit
@@ -344,7 +344,7 @@ def prefetch_pages(kv, walk, step, CONFIG: gl.constexpr):
         sequence = gl.minimum(walk.sequence, step.batch - 1)
         row = kv.table_ptr + sequence.to(gl.int64) * kv.stride_table
         key = gl.minimum(lanes * BOX, gl.maximum(walk.keys - 1, 0))
-        act("prefetch.global.L1 [$1];", "l", (row + key // CONFIG.page_size,))
+        run_ptx("prefetch.global.L1 [$1];", "l", (row + key // CONFIG.page_size,))
 
 
 @gluon.jit
@@ -371,9 +371,9 @@ def load_scales_walk(kv, ring, scales, shares, CONFIG: gl.constexpr):
 def copy_contiguous_scales(ring, split, scales, CONFIG: gl.constexpr):
     """Copies the scales of all keys of a split of a contiguous cache."""
     tiles = split.tiles
-    stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
+    stage, phase = stage_after(ring.before, tiles.first * 0, CONFIG.num_stages)
     phase = 1 - phase
     for i in range(tiles.first, tiles.last, tiles.by):
         mbarrier.wait(ring.empty.index(stage), phase)
         copy_scales(scales, ring, split, stage, tile_at_place(tiles, i), None, CONFIG)
-        stage, phase = next_slot(stage, phase, CONFIG.num_stages)
+        stage, phase = next_stage(stage, phase, CONFIG.num_stages)

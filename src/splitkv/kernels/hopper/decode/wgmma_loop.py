@@ -34,8 +34,8 @@ from splitkv.kernels.hopper.decode.ring import issue_tile
 from splitkv.kernels.hopper.prefill.sums import along_rows, shrunk, sums_of_threads
 from splitkv.kernels.hopper.primitives.conversion import widening
 from splitkv.kernels.hopper.primitives.tma_ring import (
-    foresee,
-    next_slot,
+    next_stage,
+    prefetch_page_id,
     thread_barrier,
     tile_at_place,
 )
@@ -145,7 +145,7 @@ def wgmma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
                 issue_tile(ring, kv, split, stage, tile_at_place(tiles, ahead), CONFIG)
         if ahead < tiles.last:
             after = tile_at_place(tiles, gl.minimum(ahead + tiles.by, tiles.last - 1))
-            foresee(kv, split.sequence, after, CONFIG.page_size, TILE_N)
-        stage, phase = next_slot(stage, phase, STAGES)
+            prefetch_page_id(kv, split.sequence, after, CONFIG.page_size, TILE_N)
+        stage, phase = next_stage(stage, phase, STAGES)
     acc = gl.convert_layout(acc, S, assert_trivial=True)
     return Softmax(acc, true_maxima(m), gl.convert_layout(gl.sum(l, 1), M))

@@ -27,7 +27,7 @@ from splitkv.kernels.hopper.primitives.cluster import (
     wait_at,
     wait_cluster,
 )
-from splitkv.kernels.hopper.primitives.inline_asm import act_alone
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx_alone
 from splitkv.kernels.limits import hopper_prefill_quantised as limits
 from splitkv.kernels.tile.softmax import factor_beside_sink, finite_or_zero
 
@@ -62,7 +62,7 @@ def open_exchange(CONFIG: gl.constexpr):
     so."""
     if CONFIG.cluster_size > 0:
         CODE: gl.constexpr = opening(CONFIG.cluster_rows, CONFIG.head_dim_v)
-        act_alone(CODE)
+        run_ptx_alone(CODE)
         arrive_running(CONFIG.cluster_size)
 
 

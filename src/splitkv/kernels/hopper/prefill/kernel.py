@@ -74,7 +74,7 @@ from splitkv.kernels.hopper.prefill.shared_memory import (
     undefined_tail,
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_warpgroups
-from splitkv.kernels.hopper.primitives.tma_ring import allocate
+from splitkv.kernels.hopper.primitives.tma_ring import allocate_wgmma_tiles
 from splitkv.kernels.host.launch import Grid
 from splitkv.kernels.host.sequences import scheduled_splits, sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads, refit
@@ -146,12 +146,14 @@ def hopper_prefill(
     if q_rest_desc is not None:
         REST: gl.constexpr = CONFIG.head_dim_rest
         Q_TILES: gl.constexpr = CONFIG.q_stages * CONFIG.mma_roles
-        q_rest_boxes, q_rest = allocate(q_rest_desc, Q_TILES, ROWS, REST)
-        k_rest_boxes, k_rest = allocate(k_rest_desc, CONFIG.num_stages, CONFIG.tile_n, REST)
+        q_rest_boxes, q_rest = allocate_wgmma_tiles(q_rest_desc, Q_TILES, ROWS, REST)
+        k_rest_boxes, k_rest = allocate_wgmma_tiles(
+            k_rest_desc, CONFIG.num_stages, CONFIG.tile_n, REST
+        )
     out_boxes = None
     out = None
     if CONFIG.out_stages > 0:
-        out_boxes, out = allocate(out_desc, CONFIG.out_stages, ROWS, CONFIG.head_dim_v)
+        out_boxes, out = allocate_wgmma_tiles(out_desc, CONFIG.out_stages, ROWS, CONFIG.head_dim_v)
     mma_turns = None
     if CONFIG.mma_order == "in_turns":
         mma_turns = CONFIG.mma_roles

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.primitives.inline_asm import act_alone
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx_alone
 from splitkv.kernels.hopper.primitives.named_barriers import arrive, wait
 
 FIRST_TURN = gl.constexpr(8)  # barriers of the hardware: Triton has the first ones
@@ -150,7 +150,7 @@ def added_now(acc, product):
 @gluon.jit
 def declare_any(W: gl.constexpr):
     """The register of `any_above` of warpgroup W."""
-    act_alone(declared_any(W))
+    run_ptx_alone(declared_any(W))
 
 
 @gluon.constexpr_function

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.primitives.inline_asm import act
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
 from splitkv.kernels.limits import hopper_prefill_quantised
 
 FIRST = gl.constexpr(4)  # Triton has one for the first warps, one to begin, one for each role
@@ -87,7 +87,7 @@ def at_number(CODE: gl.constexpr, number, other):
     """Runs PTX instructions with two run-time integers, $1 and $2: the number of a barrier and its
     threads."""
     zero = gl.program_id(0) * 0
-    act(CODE, "r,r", (zero + number, zero + other))
+    run_ptx(CODE, "r,r", (zero + number, zero + other))
 
 
 @gluon.jit
