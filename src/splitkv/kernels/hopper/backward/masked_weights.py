@@ -9,6 +9,7 @@ from splitkv.kernels.hopper.backward.records import HALF
 from splitkv.kernels.hopper.prefill.mask import choose, from_column
 from splitkv.kernels.hopper.prefill.sums import sums_of_threads
 from splitkv.kernels.hopper.primitives.conversion import words_of_pairs
+from splitkv.kernels.hopper.primitives.named_barriers import NEVER
 
 
 @gluon.jit
@@ -50,7 +51,7 @@ def hold_code(count):
     """Instructions of `hold_words` for so many words of a thread, and their constraints."""
     code = "{ .reg .pred negative; .reg .b32 all; or.b32 all, $0, $1;"
     code += "".join(f"or.b32 all, all, ${n};" for n in range(2, count))
-    code += "setp.lt.s32 negative, all, 0; @negative bar.sync 15, 128; }"
+    code += f"setp.lt.s32 negative, all, 0; @negative bar.sync {NEVER.value}, 128; }}"
     return code, ",".join(["=r"] * count + [str(n) for n in range(count)])
 
 

@@ -47,8 +47,9 @@ from splitkv.kernels.hopper.backward.shared_memory import (
     allocate_rows_apart,
 )
 from splitkv.kernels.hopper.backward.sinks import add_to_sinks, start_sinks
+from splitkv.kernels.hopper.primitives.named_barriers import all_cleared
 from splitkv.kernels.hopper.primitives.tma_ring import stage_of
-from splitkv.kernels.hopper.primitives.zero_rows import all_cleared, clear_behind
+from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 
 
 @gluon.jit

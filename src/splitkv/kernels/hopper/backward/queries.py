@@ -29,13 +29,14 @@ from splitkv.kernels.hopper.backward.key_tile import locate_tokens
 from splitkv.kernels.hopper.backward.records import HALF
 from splitkv.kernels.hopper.backward.shared_memory import SWIZZLED
 from splitkv.kernels.hopper.backward.split_sums import LeftSums, add_up_left
+from splitkv.kernels.hopper.primitives.named_barriers import all_cleared
 from splitkv.kernels.hopper.primitives.tma_ring import (
     async_load,
     make_barriers,
     next_stage,
     reinterpret,
 )
-from splitkv.kernels.hopper.primitives.zero_rows import all_cleared, clear_behind
+from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 from splitkv.kernels.tile.band import Bounds, visible, visited_tiles
 from splitkv.kernels.tile.visit import tile_and_lane
 

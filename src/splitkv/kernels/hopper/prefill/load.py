@@ -179,7 +179,7 @@ def issue_step(loads, item, item_tiles, i, kv_head, done, CONFIG: gl.constexpr):
     if barriers.k_empty is not None:
         mbarrier.wait(barriers.k_empty.index(stage), phase)
     elif done.steps >= STAGES:
-        wait(barriers.named.k_free + stage, barriers.named.k_threads)
+        wait(barriers.named.k_empty + stage, barriers.named.k_threads)
     issue_k(loads, item, tile, kv_head, stage, CONFIG)
     if i == 0:
         wait_q_empty(barriers, done.items)

@@ -73,21 +73,25 @@ from splitkv.kernels.hopper.prefill.sums import (
     any_above,
     declare_any,
     max_of_rows,
-    pass_turn,
     raised_maxima,
     shrunk,
     sums_of_threads,
-    wait_turn,
 )
 from splitkv.kernels.hopper.primitives.conversion import halves_of_words, words_of_pairs
-from splitkv.kernels.hopper.primitives.named_barriers import arrive, give_first_turn
+from splitkv.kernels.hopper.primitives.named_barriers import (
+    all_cleared,
+    arrive,
+    give_first_turn,
+    pass_turn,
+    wait_turn,
+)
 from splitkv.kernels.hopper.primitives.scheduling_fences import (
     again,
     before_wait,
     known,
     known_now,
 )
-from splitkv.kernels.hopper.primitives.zero_rows import all_cleared, clear_behind
+from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.weight import Queries, scores
@@ -360,7 +364,7 @@ def wait_last_product(last, n, program):
     if barriers.k_empty is not None:
         mbarrier.arrive(barriers.v_empty.index(n % STAGES), count=1)
     else:
-        arrive(barriers.named.v_free + n % STAGES, barriers.named.v_threads)
+        arrive(barriers.named.v_empty + n % STAGES, barriers.named.v_threads)
         acc = finish_scaled_sums(last, acc, tiles)
     return acc
 

@@ -77,7 +77,7 @@ from splitkv.kernels.hopper.primitives.named_barriers import (
     arrive,
     pass_turn_on,
     wait_for_step,
-    wait_for_turn,
+    wait_own_turn,
 )
 from splitkv.kernels.hopper.primitives.scheduling_fences import before_wait, known_now
 from splitkv.kernels.tile.score import score_log2
@@ -371,7 +371,7 @@ def step_scaled(
     stage = at.n % K_STAGES
     last_stage = (at.n - 1) % V_STAGES
     wait_for_step(at.n, named)
-    wait_for_turn(named)
+    wait_own_turn(named)
     if VALUES_FIRST:
         product = multiply_values(softmax.p, tiles, last_stage, acc)
     qk = multiply_keys(tiles, q_tile, stage, S)
@@ -382,24 +382,24 @@ def step_scaled(
     maxima = Maxima(softmax.m, softmax.top, softmax.settle)
     if has_16_bits(tiles.v.dtype):
         qk = warpgroup_mma_wait(1, deps=[qk])
-        arrive(named.k_free + stage, named.k_threads)
+        arrive(named.k_empty + stage, named.k_threads)
         new = softmax_of_scaled_tile(p, l, qk, maxima, rows, program, item, at, False)
         sums = before_wait(new.sums, 0)
         product = warpgroup_mma_wait(0, deps=[product])
-        arrive(named.v_free + last_stage, named.v_threads)
+        arrive(named.v_empty + last_stage, named.v_threads)
         p = known_now(new.p)
         acc = shrunk(product, new.shrink.before)
     else:
         if VALUES_FIRST:
             product = warpgroup_mma_wait(1, deps=[product])
-            arrive(named.v_free + last_stage, named.v_threads)
+            arrive(named.v_empty + last_stage, named.v_threads)
             acc = added_now(acc, product)
             qk = warpgroup_mma_wait(0, deps=[qk])
-            arrive(named.k_free + stage, named.k_threads)
+            arrive(named.k_empty + stage, named.k_threads)
         else:
             qk, product = warpgroup_mma_wait(0, deps=[qk, product])
-            arrive(named.k_free + stage, named.k_threads)
-            arrive(named.v_free + last_stage, named.v_threads)
+            arrive(named.k_empty + stage, named.k_threads)
+            arrive(named.v_empty + last_stage, named.v_threads)
             acc = accumulate(acc, product, softmax.shrink)
         new = softmax_of_scaled_tile(p, l, qk, maxima, rows, program, item, at, False)
         p = new.p
@@ -450,7 +450,7 @@ def mainloop_scaled(
     wait_for_step(n, named)
     qk = multiply_keys(tiles, q_tile, stage, S)
     qk = warpgroup_mma_wait(0, deps=[qk])
-    arrive(named.k_free + stage, named.k_threads)
+    arrive(named.k_empty + stage, named.k_threads)
     m = gl.full([ROWS], float("-inf"), gl.float32, M)
     tile = tile_of_step(item_tiles, 0)
     masked = (item_tiles.masked_steps > 0) | (item_tiles.visit.count == 0)

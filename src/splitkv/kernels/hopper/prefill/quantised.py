@@ -83,7 +83,7 @@ from splitkv.kernels.hopper.prefill.records import (
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_convert
 from splitkv.kernels.hopper.primitives.conversion import PART
-from splitkv.kernels.hopper.primitives.named_barriers import FIRST, PHASES, READY, Numbers
+from splitkv.kernels.hopper.primitives.named_barriers import FIRST, PHASES, READY, NamedBarriers
 from splitkv.kernels.hopper.primitives.tma_ring import allocate_wgmma_tiles, make_barriers
 from splitkv.kernels.host.launch import Grid
 from splitkv.kernels.host.sequences import sequence_splits
@@ -241,15 +241,15 @@ def hopper_prefill_quantised(
     # keys that are multiplied as they are stored are given back to the load role
     THREADS: gl.constexpr = 2 * TILE_M
     K_THREADS: gl.constexpr = THREADS + (32 if STORED == K_TYPE else 128)
-    V_FREE: gl.constexpr = FIRST + PHASES * CONFIG.warpgroups
+    V_EMPTY: gl.constexpr = FIRST + PHASES * CONFIG.warpgroups
     turns = None
     if CONFIG.mma_order == "in_turns":  # the barriers that are left
-        turns = V_FREE + READY + STAGES
-    named = Numbers(
+        turns = V_EMPTY + READY + STAGES
+    named = NamedBarriers(
         warpgroups=CONFIG.warpgroups,
-        k_free=V_FREE + READY,
+        k_empty=V_EMPTY + READY,
         k_threads=K_THREADS,
-        v_free=V_FREE,
+        v_empty=V_EMPTY,
         v_threads=THREADS + 128,
         turns=turns,
     )

@@ -263,7 +263,8 @@ class PipelineBarriers(NamedTuple):
     """Barriers between the roles: what has arrived (full), what may be overwritten (empty).
 
     mma_turns   not None: warpgroups take turns at issuing products
-    named       Numbers of `hopper_prefill_quantised`, which stand for some of the others; or None
+    named       NamedBarriers of `hopper_prefill_quantised` in the place of k_full, k_empty and
+                v_empty; or None
     """
 
     q_full: Any
@@ -363,7 +364,7 @@ class Converts(NamedTuple):
     batch    SequenceBatch
     rings    ConvertRings
     scales   OperandScales
-    named    Numbers of primitives/named_barriers.py
+    named    NamedBarriers of primitives/named_barriers.py
     """
 
     batch: Any

@@ -8,9 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.primitives.inline_asm import run_ptx_alone
-from splitkv.kernels.hopper.primitives.named_barriers import arrive, wait
+from splitkv.kernels.hopper.primitives.named_barriers import NEVER, VOTE
 
-FIRST_TURN = gl.constexpr(8)  # barriers of the hardware: Triton has the first ones
 SLACK = gl.constexpr(15.5)  # in base 2, by which weights of 16 bits may be larger than 1
 TOO_LARGE = gl.constexpr(0x47000000)  # the bits of 2 ** 15: fp16 still has weights of 2 ** SLACK
 
@@ -124,7 +123,8 @@ def adding(elements):
     sums = range(elements)
     code = "{ .reg .pred never;"
     code += "".join(f"add.rn.f32 ${i}, ${i}, ${2 * elements + i};" for i in sums)
-    code += "setp.eq.b32 never, $0, 0x7FFFDEAD; @!never bra.uni ADDED; bar.sync 15, 128;"
+    code += "setp.eq.b32 never, $0, 0x7FFFDEAD; @!never bra.uni ADDED;"
+    code += f" bar.sync {NEVER.value}, 128;"
     code += "".join(f"neg.f32 ${i}, ${i};" for i in sums)
     code += "ADDED: }"
     constraints = ["=r"] * elements + [str(i) for i in sums] + ["r"] * elements
@@ -164,7 +164,7 @@ def asking_any(W, elements, limit, threads):
     many threads, three at a time, and constraints."""
     vote = f"vote.sync.any.pred any_{W}, some, 0xffffffff;"
     if threads > 32:
-        vote = f"barrier.cta.red.or.pred any_{W}, 9, {threads}, some;"
+        vote = f"barrier.cta.red.or.pred any_{W}, {VOTE.value}, {threads}, some;"
     outputs = elements // 4 if elements > 4 else elements
     left = [f"${outputs + i}" for i in range(elements)]
     code, n = "{ .reg .pred some;", 0
@@ -230,22 +230,6 @@ def any_among(
         ANSWER, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
     )
     return some != 0
-
-
-@gluon.jit
-def wait_turn(W: gl.constexpr):
-    """Wait until the products of warpgroup W may be issued; see `pass_turn`.
-
-    By a barrier of the hardware: for one in shared memory the warps of each warpgroup would have to
-    meet first, at both ends.
-    """
-    wait(FIRST_TURN + W, 256)
-
-
-@gluon.jit
-def pass_turn(W: gl.constexpr):
-    """Let warpgroup W issue products."""
-    arrive(FIRST_TURN + W, 256)
 
 
 @gluon.jit

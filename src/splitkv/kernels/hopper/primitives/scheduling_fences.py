@@ -6,15 +6,21 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-SUMS_ARE_KNOWN = gl.constexpr("""{
+from splitkv.kernels.hopper.primitives.named_barriers import NEVER
+
+SUMS_ARE_KNOWN = gl.constexpr(f"""{{
     .reg .pred p;
     .reg .f32 both;
     add.f32 both, $2, $3;
     setp.gt.f32 p, both, 0f7F7FFFFF;
-    @p bar.sync 15, 128;
+    @p bar.sync {NEVER.value}, 128;
     mov.b32 $0, $2;
     mov.b32 $1, $3;
-    }""")
+    }}""")
+BITS_ARE_KNOWN = gl.constexpr(
+    "{ .reg .pred p; setp.eq.b32 p, $1, 0x7FFFDEAD; "
+    f"@p bar.sync {NEVER.value}, 128; mov.b32 $0, $1; }}"
+)
 
 
 @gluon.jit
@@ -47,7 +53,7 @@ def known(x):
     """Keeps numbers, known before the next wait for a product: as `before_wait`, with a barrier
     for a pattern of bits that no integer here and no result of arithmetic has."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.eq.b32 p, $1, 0x7FFFDEAD; @p bar.sync 15, 128; mov.b32 $0, $1; }",
+        BITS_ARE_KNOWN,
         "=r,r",
         [x],
         dtype=x.dtype,

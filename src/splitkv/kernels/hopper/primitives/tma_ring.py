@@ -1,6 +1,6 @@
 """A ring of tiles in shared memory, filled by TMA: its memory, its barriers, its order.
 
-Tile n, from 0 on, of a ring of STAGES stages is in stage n % STAGES, which has been used n // STAGES
+Tile n, from 0 on, of a ring of STAGES stages is in stage n % STAGES, which was used n // STAGES
 times before. A stage has two mbarriers: `full`, at which copies arrive, and `empty`, at which
 whoever has read the tile arrives. A wait for a parity passes once the phase of that parity is over,
 so with phase = n // STAGES & 1 who reads waits for full[stage] with `phase`, and who copies waits
