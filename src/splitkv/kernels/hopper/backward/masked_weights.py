@@ -7,9 +7,9 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.backward.records import HALF
 from splitkv.kernels.hopper.prefill.mask import choose, from_column
-from splitkv.kernels.hopper.prefill.sums import sums_of_threads
 from splitkv.kernels.hopper.primitives.conversion import words_of_pairs
 from splitkv.kernels.hopper.primitives.named_barriers import NEVER
+from splitkv.kernels.hopper.primitives.row_sums import sums_of_threads
 
 
 @gluon.jit
@@ -60,7 +60,7 @@ def hold_words(p, dtype: gl.constexpr):
     """Rounds p [keys, rows] to 16 bits, two a word, before the next wait for a product.
 
     ptxas does not move that wait over a barrier. The barrier is for weights with a sign, which
-    exponentials do not have: see `before_wait`.
+    exponentials do not have: see `hold_sums`.
     """
     words = words_of_pairs(p, dtype)
     COUNT: gl.constexpr = words.shape[0] * words.shape[1] // 128  # of a thread

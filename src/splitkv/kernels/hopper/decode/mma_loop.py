@@ -22,7 +22,6 @@ from splitkv.kernels.hopper.decode.layouts import scores_layout, weights_layout
 from splitkv.kernels.hopper.decode.lazy_maxima import LOWEST, raise_maxima, tolerance, true_maxima
 from splitkv.kernels.hopper.decode.records import Softmax
 from splitkv.kernels.hopper.decode.ring import load_page_ids
-from splitkv.kernels.hopper.prefill.sums import any_among, declare_any
 from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
 from splitkv.kernels.hopper.primitives.tma_ring import (
     next_stage,
@@ -31,6 +30,7 @@ from splitkv.kernels.hopper.primitives.tma_ring import (
     thread_barrier,
     tile_at_place,
 )
+from splitkv.kernels.hopper.primitives.votes import any_among, declare_any
 from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 from splitkv.kernels.tile.band import all_visible, visible
 from splitkv.kernels.tile.score import score_log2

@@ -161,6 +161,7 @@ def hopper_prefill_half(
         width=width,
         items=items,
         lazy_maxima=lazy_maxima,
+        scarce=lazy_maxima,
     )
     results = Results(
         out_ptr=final.out_ptr,

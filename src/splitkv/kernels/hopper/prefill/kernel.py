@@ -183,6 +183,7 @@ def hopper_prefill(
         width=width,
         items=items,
         lazy_maxima=lazy_maxima,
+        scarce=lazy_maxima,
     )
     results = Results(
         out_ptr=final.out_ptr,

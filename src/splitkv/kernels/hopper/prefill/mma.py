@@ -6,7 +6,7 @@ over all items of a program: step n has its keys and its values in stages of two
 their length.
 
 While the tensor cores multiply p of one step with its values, a warpgroup works out p of the next:
-see `before_wait`; under the last product of an item, what that is divided by and what the next item
+see `hold_sums`; under the last product of an item, what that is divided by and what the next item
 is. Warpgroups issue their products in turns, so that the exponentials of one run under the products
 of the others.
 
@@ -44,6 +44,7 @@ from splitkv.kernels.hopper.prefill.items import (
     tile_of_step,
     tiles_of_item,
 )
+from splitkv.kernels.hopper.prefill.lazy_maxima import TOO_LARGE, raised_maxima
 from splitkv.kernels.hopper.prefill.load import wait_q_full
 from splitkv.kernels.hopper.prefill.mask import MINUS_INFINITY, choose, seen_keys
 from splitkv.kernels.hopper.prefill.mma_scaled import (
@@ -67,16 +68,6 @@ from splitkv.kernels.hopper.prefill.scales import (
     rows_layout,
     scales_of_item,
 )
-from splitkv.kernels.hopper.prefill.sums import (
-    TOO_LARGE,
-    along_rows,
-    any_above,
-    declare_any,
-    max_of_rows,
-    raised_maxima,
-    shrunk,
-    sums_of_threads,
-)
 from splitkv.kernels.hopper.primitives.conversion import halves_of_words, words_of_pairs
 from splitkv.kernels.hopper.primitives.named_barriers import (
     all_cleared,
@@ -85,12 +76,19 @@ from splitkv.kernels.hopper.primitives.named_barriers import (
     pass_turn,
     wait_turn,
 )
-from splitkv.kernels.hopper.primitives.scheduling_fences import (
-    again,
-    before_wait,
-    known,
-    known_now,
+from splitkv.kernels.hopper.primitives.row_sums import (
+    along_rows,
+    max_of_rows,
+    rescaled,
+    sums_of_threads,
 )
+from splitkv.kernels.hopper.primitives.scheduling_fences import (
+    hold_bits,
+    hold_sums,
+    opaque,
+    rematerialized,
+)
+from splitkv.kernels.hopper.primitives.votes import any_above, declare_any
 from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
@@ -122,7 +120,7 @@ def accumulate_values(p, tiles, stage, acc):
 def positions(like, batch, item, CONFIG: gl.constexpr, ROLE: gl.constexpr):
     """The positions among the keys of the tokens of a role's rows [ROWS], as `like`."""
     ROWS: gl.constexpr = CONFIG.tile_m // CONFIG.mma_roles
-    rows = again(item.tile, batch.lazy_maxima) * CONFIG.tile_m + ROLE * ROWS
+    rows = rematerialized(item.tile, batch.scarce) * CONFIG.tile_m + ROLE * ROWS
     rows += gl.arange(0, ROWS, layout=like.type.layout)
     return item.len_k - item.len_q + rows // CONFIG.packed_heads
 
@@ -184,7 +182,7 @@ def softmax_of_tile(
     s, unit = scores_of(qk, factor, batch.scoring)
     if batch.lazy_maxima is not None:
         # else scores would be worked out before it is known whether a maximum is wanted
-        unit = known_now(unit)
+        unit = opaque(unit)
     if at.masked:
         pos = positions(m, batch, item, CONFIG, ROLE)
         s = choose(s, seen_keys(qk, batch, item, at.tile, pos), MINUS_INFINITY)
@@ -234,13 +232,13 @@ def lazy_softmax(
         m = new.m
         sums = new.sums
         p = words_of_pairs(new.weights, dtype)
-        l = before_wait(l * along_rows(new.shrink, l) + sums, 0)
-        acc = shrunk(warpgroup_mma_wait(0, deps=[product]), new.shrink)
-        p = known_now(p)
+        l = hold_sums(l * along_rows(new.shrink, l) + sums, 0)
+        acc = rescaled(warpgroup_mma_wait(0, deps=[product]), new.shrink)
+        p = opaque(p)
     else:
-        l = before_wait(l + sums, 1)
+        l = hold_sums(l + sums, 1)
         acc = warpgroup_mma_wait(0, deps=[product])
-        p = known_now(p)
+        p = opaque(p)
     return RunningSoftmax(m, l, acc, p)
 
 
@@ -283,10 +281,10 @@ def step(
         mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
     else:
         new = softmax_of_tile(qk, softmax.m, factor, batch, item, at, CONFIG, ROLE)
-        sums = before_wait(new.sums, 0)
+        sums = hold_sums(new.sums, 0)
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
-        acc = shrunk(product, new.shrink)
+        acc = rescaled(product, new.shrink)
         l = softmax.l * along_rows(new.shrink, softmax.l) + sums
         p = words_of_pairs(new.weights, tiles.v.dtype)
         softmax = RunningSoftmax(new.m, l, acc, p)
@@ -460,7 +458,7 @@ def mma_role(program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
             items += 1
             # what is known without the last product, while that is under way
             if results.partial is None:
-                factor = known(finish_rows(last.l, last.m, item, program, CONFIG, ROLE))
+                factor = hold_bits(finish_rows(last.l, last.m, item, program, CONFIG, ROLE))
                 after = next_item(batch, r + 1, CONFIG)
                 after_scales = row_scales_of(after, program, CONFIG, ROLE)
             acc = wait_last_product(last, n - 1, program)
@@ -512,14 +510,14 @@ def next_item(batch, r, CONFIG: gl.constexpr):
     wait for a product, under which it is computed."""
     index = index_in_round(batch, r)
     if batch.by_grid is None:
-        index = gl.minimum(index, again(batch.items, batch.lazy_maxima) - 1)
+        index = gl.minimum(index, rematerialized(batch.items, batch.scarce) - 1)
     item = item_at(batch, index, CONFIG)
     return Item(
         b=item.b,
         sequence=item.sequence,
         split=item.split,
         head=item.head,
-        tile=known(item.tile),
+        tile=hold_bits(item.tile),
         first_q=item.first_q,
         len_q=item.len_q,
         first_k=item.first_k,

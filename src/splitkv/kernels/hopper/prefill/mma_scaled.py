@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from splitkv.kernels.hopper.prefill.items import tile_of_step
+from splitkv.kernels.hopper.prefill.lazy_maxima import TOO_LARGE
 from splitkv.kernels.hopper.prefill.mask import MINUS_INFINITY, choose, seen_keys
 from splitkv.kernels.hopper.prefill.records import (
     LastProduct,
@@ -55,17 +56,6 @@ from splitkv.kernels.hopper.prefill.scales import (
     scales_of_columns,
     shared_scale,
 )
-from splitkv.kernels.hopper.prefill.sums import (
-    TOO_LARGE,
-    added_now,
-    along_rows,
-    any_above,
-    dot_of_threads,
-    max_of_rows,
-    shrunk,
-    sums_of_fours,
-    sums_of_threads,
-)
 from splitkv.kernels.hopper.primitives.conversion import (
     bytes_of_words,
     halves_of_words,
@@ -79,7 +69,17 @@ from splitkv.kernels.hopper.primitives.named_barriers import (
     wait_for_step,
     wait_own_turn,
 )
-from splitkv.kernels.hopper.primitives.scheduling_fences import before_wait, known_now
+from splitkv.kernels.hopper.primitives.row_sums import (
+    added_before_wait,
+    along_rows,
+    dot_of_threads,
+    max_of_rows,
+    rescaled,
+    sums_of_fours,
+    sums_of_threads,
+)
+from splitkv.kernels.hopper.primitives.scheduling_fences import hold_sums, opaque
+from splitkv.kernels.hopper.primitives.votes import any_above
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
 
@@ -155,7 +155,7 @@ def exponents(qk, base, factor, n, scoring, scales):
             base = base - beside_rows(scales.of_tile.index(2 * stage), base)
             y = s * factor[:, None]
             if qk.dtype == gl.int32:  # worked out again, as registers are scarce
-                y = y - (known_now(factor) * MIDDLE)[:, None]
+                y = y - (opaque(factor) * MIDDLE)[:, None]
             y = y * k_scale
             if BARE:
                 y = y - base[:, None]
@@ -384,16 +384,16 @@ def step_scaled(
         qk = warpgroup_mma_wait(1, deps=[qk])
         arrive(named.k_empty + stage, named.k_threads)
         new = softmax_of_scaled_tile(p, l, qk, maxima, rows, program, item, at, False)
-        sums = before_wait(new.sums, 0)
+        sums = hold_sums(new.sums, 0)
         product = warpgroup_mma_wait(0, deps=[product])
         arrive(named.v_empty + last_stage, named.v_threads)
-        p = known_now(new.p)
-        acc = shrunk(product, new.shrink.before)
+        p = opaque(new.p)
+        acc = rescaled(product, new.shrink.before)
     else:
         if VALUES_FIRST:
             product = warpgroup_mma_wait(1, deps=[product])
             arrive(named.v_empty + last_stage, named.v_threads)
-            acc = added_now(acc, product)
+            acc = added_before_wait(acc, product)
             qk = warpgroup_mma_wait(0, deps=[qk])
             arrive(named.k_empty + stage, named.k_threads)
         else:
@@ -405,7 +405,7 @@ def step_scaled(
         p = new.p
         sums = new.sums
         if product.dtype == gl.float32:
-            acc = shrunk(acc, new.shrink.before)
+            acc = rescaled(acc, new.shrink.before)
     l = l * along_rows(new.shrink.before, l) + sums
     return scaled_softmax(new, p, l, acc)
 

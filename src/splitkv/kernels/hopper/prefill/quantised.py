@@ -207,6 +207,7 @@ def hopper_prefill_quantised(
         width=width,
         items=items,
         lazy_maxima=None,
+        scarce=None,
         by_grid=by_grid,
     )
     item = None

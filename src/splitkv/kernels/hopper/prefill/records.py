@@ -160,8 +160,9 @@ class SequenceBatch(NamedTuple):
     lane_heads            heads of q that are not packed into rows
     tiles, lanes          row tiles of a lane, and lanes; width: lanes that go together
     items                 row tiles of all lanes, and their further splits
-    lazy_maxima           not None: steps look for a maximum only where a weight is too large, and
-                          want all registers: what follows from these sizes is worked out again
+    lazy_maxima           not None: steps look for a maximum only where a weight is too large
+    scarce                not None: such steps need all registers, so what follows from these sizes
+                          is computed anew wherever it is used: see `rematerialized`
     by_grid               not None: the place of a program in the grid says which item it has, as
                           split, lane of a sequence, sequence; dense, a lane has one row tile, and
                           `items` is how many sequences a program goes through, None: one
@@ -181,6 +182,7 @@ class SequenceBatch(NamedTuple):
     width: Any
     items: Any
     lazy_maxima: Any
+    scarce: Any
     by_grid: Any = None
 
 

@@ -24,10 +24,10 @@ from splitkv.kernels.hopper.prefill.mma import mma_role, row_scales_of, wait_las
 from splitkv.kernels.hopper.prefill.mma_scaled import mainloop_scaled, sums_layout
 from splitkv.kernels.hopper.prefill.records import Converts, Loads, Progress
 from splitkv.kernels.hopper.prefill.scales import rows_layout
-from splitkv.kernels.hopper.prefill.sums import declare_any
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
 from splitkv.kernels.hopper.primitives.named_barriers import give_first_turn
-from splitkv.kernels.hopper.primitives.scheduling_fences import known
+from splitkv.kernels.hopper.primitives.scheduling_fences import hold_bits
+from splitkv.kernels.hopper.primitives.votes import declare_any
 
 
 @gluon.constexpr_function
@@ -54,7 +54,7 @@ def store_item(last, item, item_tiles, program, CONFIG: gl.constexpr):
     there."""
     n = item_tiles.steps - 1
     if program.results.partial is None:
-        factor = known(finish_rows(last.l, last.m, item, program, CONFIG, 0))
+        factor = hold_bits(finish_rows(last.l, last.m, item, program, CONFIG, 0))
         acc = wait_last_product(last, n, program)
         store_results(acc, last.l, factor, item, program, CONFIG, 0)
     else:
