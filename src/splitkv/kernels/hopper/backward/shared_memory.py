@@ -76,13 +76,13 @@ def allocate_rows_apart(inputs, boxes, STAGES: gl.constexpr, GRAD_STAGES: gl.con
         grad_strips=reinterpret(boxes.grad, dtype, [GRAD_STRIPS, 16, 64], SWIZZLED),
     )
     barriers = BackwardBarriers(
-        kv=make_barriers(1, 1),
-        q=make_barriers(STAGES, 2),  # TMA, and the warp that copies statistics
-        q_free=make_barriers(STAGES, 2),
-        grad=make_barriers(GRAD_STAGES, 2),
-        grad_free=make_barriers(GRAD_STAGES, 2),
-        p=make_barriers(1, 1),
-        p_free=make_barriers(1, 1),
+        kv_full=make_barriers(1, 1),
+        q_full=make_barriers(STAGES, 2),  # TMA, and the warp that copies statistics
+        q_empty=make_barriers(STAGES, 2),
+        grad_full=make_barriers(GRAD_STAGES, 2),
+        grad_empty=make_barriers(GRAD_STAGES, 2),
+        p_full=make_barriers(1, 1),
+        p_empty=make_barriers(1, 1),
     )
     return tiles, barriers
 
@@ -98,10 +98,12 @@ def allocate_dq_halves(inputs, sums_desc):
     ds = gl.allocate_shared_memory(dtype, [2, TILE_N, TILE_M], SWIZZLED)
     sums = gl.allocate_shared_memory(gl.float32, [2, ROWS, SUM_COLUMNS], sums_desc.layout)
     ds_full = make_barriers(2, 2)
-    ds_free = ds_full
+    # With dq made at once a consumer writes ds of step j + 2 after the other has written that of
+    # j + 1, for which that has waited for its product with ds of j, in the same place.
+    ds_empty = ds_full
     if DIM == 64:  # dq is made a step late
-        ds_free = make_barriers(2, 2)
-    return DqExchange(ds, sums, ds_full, ds_free, make_barriers(2, 1), make_barriers(2, 1))
+        ds_empty = make_barriers(2, 2)
+    return DqExchange(ds, sums, ds_full, ds_empty, make_barriers(2, 1), make_barriers(2, 1))
 
 
 @gluon.jit
@@ -113,6 +115,6 @@ def allocate_dq_pieces(inputs, sums_desc):
     ROWS: gl.constexpr = sums_desc.block_type.shape[0]
     ds = gl.allocate_shared_memory(dtype, [2, TILE_N, TILE_M], SWIZZLED)
     ds_full = make_barriers(2, 1)
-    ds_free = make_barriers(2, 2)
+    ds_empty = make_barriers(2, 2)
     piece = gl.allocate_shared_memory(gl.float32, [2, ROWS, SUM_COLUMNS], sums_desc.layout)
-    return DqExchange(ds, piece, ds_full, ds_free, make_barriers(2, 1), make_barriers(2, 1))
+    return DqExchange(ds, piece, ds_full, ds_empty, make_barriers(2, 1), make_barriers(2, 1))
