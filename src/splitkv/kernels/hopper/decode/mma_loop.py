@@ -38,9 +38,41 @@ from splitkv.kernels.tile.score import score_log2
 
 @gluon.jit
 def any_exceeds(x, LIMIT: gl.constexpr):
-    """Whether any warp has a number above that with the bits LIMIT, or NaN, in x; a barrier."""
+    """Whether any warp has a number in x above that with the bits LIMIT, or NaN; all warps meet."""
     ELEMENTS: gl.constexpr = x.shape[0] * x.shape[1] // (32 * gl.num_warps())
     return any_among(x, ELEMENTS, LIMIT, 0, 32 * gl.num_warps())
+
+
+@gluon.jit
+def load_coming_page_ids(ring, kv, split, ahead, CONFIG: gl.constexpr):
+    """Loads the page ids of the tile at place `ahead`, which arrive while another is worked on;
+    None where rows are not gathered, or nothing comes."""
+    pages = None
+    if ring.empty is None and CONFIG.ring == "wraps":
+        coming = gl.minimum(ahead, split.tiles.last - 1)
+        pages = load_page_ids(kv, split, tile_at_place(split.tiles, coming), CONFIG)
+    return pages
+
+
+@gluon.jit
+def load_coming_scale_page_ids(ring, kv, split, ahead, CONFIG: gl.constexpr):
+    """Loads the same for the scales of its keys, where they are copied by the tile; else None."""
+    pages = None
+    if ring.empty is None and CONFIG.ring == "wraps" and CONFIG.key_scales == "per_tile":
+        coming = gl.minimum(ahead, split.tiles.last - 1)
+        pages = load_scale_page_ids(kv, split, tile_at_place(split.tiles, coming), CONFIG)
+    return pages
+
+
+@gluon.jit
+def refill_stage(ring, kv, scales, split, stage, ahead, pages, scale_pages, CONFIG: gl.constexpr):
+    """Copies the tile at place `ahead` into a stage that all warps have read, and prefetches the
+    page id of the one after it; pages, scale_pages: as loaded by the two functions above."""
+    tiles = split.tiles
+    tile = tile_at_place(tiles, ahead)
+    copy_tile_and_scales(ring, kv, scales, split, stage, tile, pages, scale_pages, CONFIG)
+    after = tile_at_place(tiles, gl.minimum(ahead + tiles.by, tiles.last - 1))
+    prefetch_page_id(kv, split.sequence, after, CONFIG.page_size, CONFIG.tile_n)
 
 
 @gluon.jit
@@ -50,8 +82,10 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
     q        QueryTile; scoring: RowScoring; scales: KeyScales
 
     Waits for each stage, multiplies, updates the softmax, and has the next tile copied into the
-    stage, or tells the producer warp that it may be. A thread has the same rows of acc, m and l,
-    and of acc what it has summed up.
+    stage, or tells the producer warp that it may be. Weights are worked out relative to maxima that
+    are let be as long as no weight exceeds the tolerance of lazy_maxima.py; else for all warps, as
+    each has all rows and some of the keys. A thread has the same rows of acc, m and l, and of acc
+    what it has summed up.
     """
     TILE_M: gl.constexpr = CONFIG.tile_m
     TILE_N: gl.constexpr = CONFIG.tile_n
@@ -87,15 +121,9 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
     acc_odd = acc
     stage, phase = stage_after(ring.before, tiles.first * 0, STAGES)
     for i in range(tiles.first, tiles.last, tiles.by):
-        ahead = i + STAGES * tiles.by
-        # page ids come while this tile is worked on
-        coming = gl.minimum(ahead, tiles.last - 1)
-        pages = None
-        scale_pages = None
-        if ring.empty is None and CONFIG.ring == "wraps":
-            pages = load_page_ids(kv, split, tile_at_place(tiles, coming), CONFIG)
-            if CONFIG.key_scales == "per_tile":
-                scale_pages = load_scale_page_ids(kv, split, tile_at_place(tiles, coming), CONFIG)
+        ahead = i + STAGES * tiles.by  # the place of the tile that comes into this stage next
+        pages = load_coming_page_ids(ring, kv, split, ahead, CONFIG)
+        scale_pages = load_coming_scale_page_ids(ring, kv, split, ahead, CONFIG)
         mbarrier.wait(ring.full.index(stage), phase)
         first_n = tile_at_place(tiles, i) * TILE_N
         if first_n + TILE_N > keys:
@@ -152,12 +180,7 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
             thread_barrier()  # all warps have read the stage and p
             if CONFIG.ring == "wraps":
                 if ahead < tiles.last:
-                    tile = tile_at_place(tiles, ahead)
-                    copy_tile_and_scales(
-                        ring, kv, scales, split, stage, tile, pages, scale_pages, CONFIG
-                    )
-                    after = tile_at_place(tiles, gl.minimum(ahead + tiles.by, tiles.last - 1))
-                    prefetch_page_id(kv, split.sequence, after, CONFIG.page_size, TILE_N)
+                    refill_stage(ring, kv, scales, split, stage, ahead, pages, scale_pages, CONFIG)
         stage, phase = next_stage(stage, phase, STAGES)
     m, l = true_maxima(m), gl.sum(sums, 1)
     if ROWS < TILE_M:

@@ -4,8 +4,11 @@ Boxes of small pages are many. Their page ids are loaded together, one a lane, a
 ahead; the warps that multiply only say which stages are empty. A second warp copies the scales of
 each key, where keys have any.
 
-Roles, each a warp but for the first: `mma_role`, `load_role`, `load_scales_role`, and two that are
-idle but take part in what a cluster does together.
+Roles: `load_role` and `load_scales_role`, a warp each; `mma_role`, all warps that the launch names;
+and two warps that are idle but take part in what a cluster does together. A stage's `full` barrier
+counts the one thread that issues its copies and, where keys have scales, the 32 that copy those;
+`empty` counts the mma role once. Where no split has more tiles than the ring has stages, there is
+no `empty`.
 """
 
 from __future__ import annotations
@@ -75,18 +78,6 @@ def attend_by_roles(kv, ring, scales, inputs, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(kv, ring, scales, inputs, CONFIG: gl.constexpr):
-    """The mma role: reads the length of the sequence, loads q, and runs the main loop."""
-    keys = load_num_keys(inputs.work)
-    split = locate_split(inputs.work, inputs.queries.kv_head, keys, CONFIG)
-    queries = inputs.queries
-    q = load_mma_queries(queries, CONFIG)
-    terms, work = inputs.terms, inputs.work
-    softmax = attend_tiles(mma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
-    return softmax, split.num_splits
-
-
-@gluon.jit
 def load_role(kv, ring, kv_head, work, CONFIG: gl.constexpr):
     """The load role: issues the copies of all tiles of the split; one warp."""
     declare_page_id(0)
@@ -111,6 +102,18 @@ def load_scales_role(kv, ring, kv_head, work, scales, CONFIG: gl.constexpr):
             pages = load_round(kv, split, split.tiles.first, CONFIG)
         copy_scale_rounds(ring, kv, split, scales, pages, CONFIG)
     meet_cluster(CONFIG.cluster_size)
+
+
+@gluon.jit
+def mma_role(kv, ring, scales, inputs, CONFIG: gl.constexpr):
+    """The mma role: reads the length of the sequence, loads q, and runs the main loop."""
+    keys = load_num_keys(inputs.work)
+    split = locate_split(inputs.work, inputs.queries.kv_head, keys, CONFIG)
+    queries = inputs.queries
+    q = load_mma_queries(queries, CONFIG)
+    terms, work = inputs.terms, inputs.work
+    softmax = attend_tiles(mma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
+    return softmax, split.num_splits
 
 
 @gluon.jit

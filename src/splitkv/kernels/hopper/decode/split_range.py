@@ -52,10 +52,11 @@ def load_num_keys(work):
 
 @gluon.jit
 def locate_in_batch(work, rule, growth, CONFIG: gl.constexpr):
-    """Finds (sequence, split, number of splits) of a program by the batch rule, see tile/share.py.
+    """Finds (sequence, split of it, its number of splits) of a program by the batch rule, see
+    tile/share.py. The sequence is the batch where there are fewer splits than programs.
 
-    rule     BatchRule; work: its `split` counts the splits of the whole batch
-    growth   Growth, where the lengths are those before new tokens; or None
+    work     Work whose `split` counts the splits of the whole batch
+    rule     BatchRule; growth: Growth, where the lengths are those before new tokens; or None
     """
     BATCH_P2: gl.constexpr = CONFIG.batch_p2
     # every warp has all of up to 256 sequences: then no sum waits for other warps

@@ -240,7 +240,8 @@ class PerOperand(NamedTuple):
 
 
 class OperandMemory(NamedTuple):
-    """Shared memory for rows of q and for rings of K and V, as boxes and as tiles."""
+    """Shared memory for rows of q and for rings of K and V, as boxes and as tiles: the fields of
+    PerOperand that every kernel has, as a device function cannot return None among others."""
 
     q_boxes: Any
     q: Any
@@ -251,7 +252,8 @@ class OperandMemory(NamedTuple):
 
 
 class RingBarriers(NamedTuple):
-    """Barriers of the rings of q, K and V: what has arrived (full), what may be overwritten."""
+    """Barriers of the rings of q, K and V, of stages that have arrived (full) or may be overwritten
+    (empty): the fields of PipelineBarriers that every kernel has."""
 
     q_full: Any
     q_empty: Any
