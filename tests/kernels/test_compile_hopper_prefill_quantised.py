@@ -194,6 +194,15 @@ def test_loops_of_few_rows_are_as_meant(units: tuple[str, str], place: Any) -> N
     maxima_are_exceptions(problem, config, compiled(problem, config))
 
 
+@pytest.mark.parametrize("kind", ["dense", "decode"])
+def test_programs_that_go_through_several_sequences(kind: str) -> None:
+    values = {"kind": kind, "units": ("int8", "half"), "granularity": "head", "q": "bfloat16"}
+    problem = problem_of({**values, "head_dim": 128, "heads": (16, 2)})
+    problem = replace(problem, batch=300, seqlen_q=3)
+    config = next(c for c in limits.configs(problem, H200) if c.tile_m == 64 and c.programs)
+    maxima_are_exceptions(problem, config, compiled(problem, config))
+
+
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
 @pytest.mark.parametrize("units", [("int8", "half"), ("fp8", "widened")], ids=str)
 def test_two_parts_are_a_cluster(units: tuple[str, str], place: Any) -> None:
