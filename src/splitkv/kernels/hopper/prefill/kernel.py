@@ -13,6 +13,8 @@ roles, warpgroups that multiply 64 rows of a row tile each (prefill/mma.py) and 
 part come first and ask the mask, the others ask nothing. A program goes on to its next row tile by
 itself, so that the first tiles of that arrive while the results of the one before leave.
 
+What roles do with each other is in kernels/hopper/README.md, and the order in which to read them.
+
 Shapes      those of kernels/prefill.py. Rows are query tokens of one head, or with `pack_gqa` of as
             many heads of a group as a power of two divides it by: row = token * heads + head
 Grid        one axis: `programs` programs that go through the row tiles forth and back, or one each.
