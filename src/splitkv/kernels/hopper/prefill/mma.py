@@ -96,15 +96,15 @@ from splitkv.kernels.tile.weight import Queries, scores
 
 
 @gluon.jit
-def clear_tail(program, item, at, CONFIG: gl.constexpr, ROLE: gl.constexpr):
+def clear_tail(program, item, step, CONFIG: gl.constexpr, ROLE: gl.constexpr):
     """Zeroes the values of a Step behind the last key of the sequence; all warpgroups do it
     together."""
     v = program.tiles.v
     STAGES: gl.constexpr = v.shape[0]
-    count = item.len_k - at.tile * v.shape[1]
+    count = item.len_k - step.tile * v.shape[1]
     if count < v.shape[1]:
-        stage = at.n % STAGES
-        mbarrier.wait(program.barriers.v_full.index(stage), at.n // STAGES & 1)
+        stage = step.n % STAGES
+        mbarrier.wait(program.barriers.v_full.index(stage), step.n // STAGES & 1)
         clear_behind(v.index(stage), count, 16, ROLE, CONFIG.mma_roles)
         all_cleared(CONFIG.mma_roles)
 
@@ -172,7 +172,7 @@ def softmax_of_tile(
     factor,  # [ROWS], or None
     batch,  # SequenceBatch
     item,  # Item
-    at,  # Step
+    step,  # Step
     CONFIG: gl.constexpr,
     ROLE: gl.constexpr,
 ):
@@ -183,9 +183,9 @@ def softmax_of_tile(
     if batch.lazy_maxima is not None:
         # else scores would be worked out before it is known whether a maximum is wanted
         unit = opaque(unit)
-    if at.masked:
+    if step.masked:
         pos = positions(m, batch, item, CONFIG, ROLE)
-        s = choose(s, seen_keys(qk, batch, item, at.tile, pos), MINUS_INFINITY)
+        s = choose(s, seen_keys(qk, batch, item, step.tile, pos), MINUS_INFINITY)
     highest = max_of_rows(s)
     if OFFSET != 0:
         highest = highest - OFFSET
@@ -203,7 +203,7 @@ def lazy_softmax(
     factor,  # [ROWS], or None
     program,  # PrefillProgram
     item,  # Item
-    at,  # Step
+    step,  # Step
     CONFIG: gl.constexpr,
     ROLE: gl.constexpr,
 ):
@@ -218,9 +218,9 @@ def lazy_softmax(
     p = softmax.p
     l = softmax.l
     m = softmax.m
-    looks = at.masked
+    looks = step.masked
     sums = l
-    if not at.masked:
+    if not step.masked:
         OFFSET: gl.constexpr = offset_of(qk.dtype, batch.scoring.softcap is None)
         s, unit = scores_of(qk, factor, batch.scoring)
         x = exponentials(s, unit, m, factor, OFFSET)
@@ -228,7 +228,7 @@ def lazy_softmax(
         p = words_of_pairs(x, dtype)
         looks = any_above(sums, TOO_LARGE, ROLE)
     if looks:
-        new = softmax_of_tile(qk, m, factor, batch, item, at, CONFIG, ROLE)
+        new = softmax_of_tile(qk, m, factor, batch, item, step, CONFIG, ROLE)
         m = new.m
         sums = new.sums
         p = words_of_pairs(new.weights, dtype)
@@ -243,9 +243,9 @@ def lazy_softmax(
 
 
 @gluon.jit
-def step(
+def run_step(
     softmax,  # RunningSoftmax
-    at,  # Step
+    step,  # Step
     factor,  # [ROWS], from products to scores, or None
     program,  # PrefillProgram
     item,  # Item
@@ -258,7 +258,7 @@ def step(
     S: gl.constexpr = softmax.m.type.layout.parent
     tiles, barriers = program.tiles, program.barriers
     batch = program.batch
-    n = at.n
+    n = step.n
     K_STAGES: gl.constexpr = tiles.k.shape[0]
     V_STAGES: gl.constexpr = tiles.v.shape[0]
     stage = n % K_STAGES
@@ -274,13 +274,13 @@ def step(
     qk = warpgroup_mma_wait(1, deps=[qk])
     mbarrier.arrive(barriers.k_empty.index(stage), count=1)
     if batch.keys.undefined_tail is not None:
-        if at.masked:
-            clear_tail(program, item, at, CONFIG, ROLE)
+        if step.masked:
+            clear_tail(program, item, step, CONFIG, ROLE)
     if batch.lazy_maxima is not None:
-        softmax = lazy_softmax(softmax, product, qk, factor, program, item, at, CONFIG, ROLE)
+        softmax = lazy_softmax(softmax, product, qk, factor, program, item, step, CONFIG, ROLE)
         mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
     else:
-        new = softmax_of_tile(qk, softmax.m, factor, batch, item, at, CONFIG, ROLE)
+        new = softmax_of_tile(qk, softmax.m, factor, batch, item, step, CONFIG, ROLE)
         sums = hold_sums(new.sums, 0)
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
@@ -340,8 +340,8 @@ def mainloop(
     softmax = RunningSoftmax(new.m, new.sums, acc, p)
     for i in range(1, item_tiles.steps):
         tile = tile_of_step(item_tiles, i)
-        at = Step(n + i, tile, i < item_tiles.masked_steps)
-        softmax = step(softmax, at, factor, program, item, q_tile, CONFIG, ROLE)
+        step = Step(n + i, tile, i < item_tiles.masked_steps)
+        softmax = run_step(softmax, step, factor, program, item, q_tile, CONFIG, ROLE)
     if tiles.out is not None:
         if program.scales.unrounded_q is None:
             mbarrier.arrive(barriers.q_empty.index(done.items % Q_STAGES), count=1)
@@ -403,8 +403,8 @@ def sit_out_steps(
         mbarrier.arrive(barriers.k_empty.index(n % K_STAGES), count=1)
         if program.batch.keys.undefined_tail is not None:
             if (i == 0) | (i < item_tiles.masked_steps):
-                at = Step(n, tile_of_step(item_tiles, i), True)
-                clear_tail(program, item, at, CONFIG, ROLE)
+                step = Step(n, tile_of_step(item_tiles, i), True)
+                clear_tail(program, item, step, CONFIG, ROLE)
         if i > 0:
             mbarrier.arrive(barriers.v_empty.index((n - 1) % V_STAGES), count=1)
     last = done.steps + item_tiles.steps - 1

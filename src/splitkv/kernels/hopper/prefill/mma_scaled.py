@@ -202,10 +202,10 @@ def leaves_range(x, sums, scales, dtype: gl.constexpr):
 
 
 @gluon.jit
-def masked_exponents(y, batch, item, at, pos):
+def masked_exponents(y, batch, item, step, pos):
     """Replaces exponents [ROWS, TILE_N] of keys that a row at `pos` [ROWS] does not see by -inf."""
-    if at.masked:
-        y = choose(y, seen_keys(y, batch, item, at.tile, pos), MINUS_INFINITY)
+    if step.masked:
+        y = choose(y, seen_keys(y, batch, item, step.tile, pos), MINUS_INFINITY)
     return y
 
 
@@ -243,7 +243,7 @@ def softmax_of_scaled_tile(
     rows,  # ScaledRows
     program,  # PrefillProgram
     item,  # Item
-    at,  # Step
+    step,  # Step
     FIRST: gl.constexpr,  # of an item
 ):
     """Computes the ScaledTile of the products of one more tile."""
@@ -251,11 +251,11 @@ def softmax_of_scaled_tile(
     dtype: gl.constexpr = program.tiles.v.dtype
     m = maxima.m
     base = finite_or_zero(m)
-    y, stage = exponents(qk, base, rows.factor, at.n, batch.scoring, scales)
+    y, stage = exponents(qk, base, rows.factor, step.n, batch.scoring, scales)
     shrink = gl.full(m.shape, 1.0, gl.float32, m.type.layout)
     own_shrink = shrink
     if dtype == gl.int8:
-        y = masked_exponents(y, batch, item, at, rows.pos)
+        y = masked_exponents(y, batch, item, step, rows.pos)
         highest = max_of_rows(y) - most_log2(dtype)
         m_new = gl.maximum(m, base + highest)
         above = finite_or_zero(m_new)
@@ -267,26 +267,26 @@ def softmax_of_scaled_tile(
         p = rounded(x, dtype)
         sums = sums * along_rows(own_shrink, sums)
     elif FIRST:
-        y = masked_exponents(y, batch, item, at, rows.pos)
+        y = masked_exponents(y, batch, item, step, rows.pos)
         y, maxima, shrink = relative_to_maximum(y, base, maxima, dtype)
         x, sums = weights_of_tile(y, stage, scales)
         p = rounded(x, dtype)
     elif has_16_bits(dtype) or scales.of_k is None:
         x, sums = weights_of_tile(y, stage, scales)
         p = rounded(x, dtype)
-        if leaves_range(x, sums, scales, dtype) | at.masked | (maxima.settle != 0):
-            y = masked_exponents(y, batch, item, at, rows.pos)
+        if leaves_range(x, sums, scales, dtype) | step.masked | (maxima.settle != 0):
+            y = masked_exponents(y, batch, item, step, rows.pos)
             y, maxima, shrink = relative_to_maximum(y, base, maxima, dtype)
             x, sums = weights_of_tile(y, stage, scales)
             p = rounded(x, dtype)
     else:
-        looks = at.masked | (maxima.settle != 0)
+        looks = step.masked | (maxima.settle != 0)
         if not looks:
             x, sums = weights_of_tile(y, stage, scales)
             p = rounded(x, dtype)
             looks = leaves_range(x, sums, scales, dtype)
         if looks:
-            y = masked_exponents(y, batch, item, at, rows.pos)
+            y = masked_exponents(y, batch, item, step, rows.pos)
             y, maxima, shrink = relative_to_maximum(y, base, maxima, dtype)
             x, sums = weights_of_tile(y, stage, scales)
             p = rounded(x, dtype)
@@ -351,13 +351,13 @@ def scaled_softmax(tile, p, l, acc):
 
 
 @gluon.jit
-def step_scaled(
+def run_scaled_step(
     softmax,  # ScaledSoftmax
-    at,  # Step
+    step,  # Step
     rows,  # ScaledRows
     program,  # PrefillProgram
     item,  # Item
-    q_tile,
+    q_tile,  # index of the rows of q
 ):
     """Computes the ScaledSoftmax after one more tile of keys; its p is multiplied in the next
     step."""
@@ -368,9 +368,9 @@ def step_scaled(
     K_STAGES: gl.constexpr = tiles.k.shape[0]
     V_STAGES: gl.constexpr = tiles.v.shape[0]
     VALUES_FIRST: gl.constexpr = tiles.v.dtype == gl.float8e4nv and scales.of_k is None
-    stage = at.n % K_STAGES
-    last_stage = (at.n - 1) % V_STAGES
-    wait_for_step(at.n, named)
+    stage = step.n % K_STAGES
+    last_stage = (step.n - 1) % V_STAGES
+    wait_for_step(step.n, named)
     wait_own_turn(named)
     if VALUES_FIRST:
         product = multiply_values(softmax.p, tiles, last_stage, acc)
@@ -383,7 +383,7 @@ def step_scaled(
     if has_16_bits(tiles.v.dtype):
         qk = warpgroup_mma_wait(1, deps=[qk])
         arrive(named.k_empty + stage, named.k_threads)
-        new = softmax_of_scaled_tile(p, l, qk, maxima, rows, program, item, at, False)
+        new = softmax_of_scaled_tile(p, l, qk, maxima, rows, program, item, step, False)
         sums = hold_sums(new.sums, 0)
         product = warpgroup_mma_wait(0, deps=[product])
         arrive(named.v_empty + last_stage, named.v_threads)
@@ -401,7 +401,7 @@ def step_scaled(
             arrive(named.k_empty + stage, named.k_threads)
             arrive(named.v_empty + last_stage, named.v_threads)
             acc = accumulate(acc, product, softmax.shrink)
-        new = softmax_of_scaled_tile(p, l, qk, maxima, rows, program, item, at, False)
+        new = softmax_of_scaled_tile(p, l, qk, maxima, rows, program, item, step, False)
         p = new.p
         sums = new.sums
         if product.dtype == gl.float32:
@@ -461,8 +461,8 @@ def mainloop_scaled(
     softmax = scaled_softmax(new, new.p, new.sums, acc)
     for i in range(1, item_tiles.steps):
         tile = tile_of_step(item_tiles, i)
-        at = Step(n + i, tile, i < item_tiles.masked_steps)
-        softmax = step_scaled(softmax, at, rows, program, item, q_tile)
+        step = Step(n + i, tile, i < item_tiles.masked_steps)
+        softmax = run_scaled_step(softmax, step, rows, program, item, q_tile)
     if tiles.out is not None:
         if scales.unrounded_q is None:
             mbarrier.arrive(barriers.q_empty.index(done.items % Q_STAGES), count=1)
