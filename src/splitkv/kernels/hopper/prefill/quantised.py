@@ -17,7 +17,8 @@ see prefill/scales.py. Steps are in prefill/mma_scaled.py; warpgroups take turns
 where int8 keys have scales of their own.
 
 The start and the end count most where rows are few. Programs that know their item by their place in
-the grid issue its first copies before warps have their roles (prefill/specialize.py).
+the grid issue its first copies before warps have their roles, and one that has a single item goes
+through no loop of items (prefill/mma_one_item.py).
 
 Shapes      those of kernels/prefill.py, out in the working type; q_scale one number, [num_heads] or
             one a token and head; k_scale and v_scale one number, [(batch,) num_kv_heads] or one a
