@@ -40,6 +40,9 @@ BITS_ARE_KNOWN = gl.constexpr(
 def hold_sums(sums, BRANCH: gl.constexpr):
     """Keeps sums of weights, known before the next wait for a product.
 
+    Weights are relative to maxima, so sums of them are finite or NaN, which is not above anything:
+    no two come to more than fp32 has. Where they could, warps would wait for ever.
+
     BRANCH   a number of the branch that this is in: what branches have in common would else be
              moved behind both
     """

@@ -7,7 +7,8 @@ so with phase = n // STAGES & 1 who reads waits for full[stage] with `phase`, an
 for empty[stage] with 1 - phase, which passes at once where the stage has never been used.
 
 The same memory is seen twice: as `boxes`, which TMA fills one at a time, and as `tiles`, which
-products read. A box has as many keys as lie in one page, and a panel of the columns.
+products read. A box has the keys of a tile that lie together, all or those in one page, and all of
+the columns or a panel of them, 128 bytes.
 """
 
 from __future__ import annotations
