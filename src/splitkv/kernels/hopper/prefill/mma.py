@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -47,11 +46,8 @@ from splitkv.kernels.hopper.prefill.items import (
 from splitkv.kernels.hopper.prefill.lazy_maxima import TOO_LARGE, raised_maxima
 from splitkv.kernels.hopper.prefill.load import wait_q_full
 from splitkv.kernels.hopper.prefill.mask import MINUS_INFINITY, choose, seen_keys
-from splitkv.kernels.hopper.prefill.mma_scaled import (
-    finish_scaled_sums,
-    mainloop_scaled,
-    multiply_keys,
-)
+from splitkv.kernels.hopper.prefill.mma_scaled import finish_scaled_sums, mainloop_scaled
+from splitkv.kernels.hopper.prefill.products import multiply_keys, multiply_values
 from splitkv.kernels.hopper.prefill.records import (
     Item,
     LastProduct,
@@ -68,7 +64,7 @@ from splitkv.kernels.hopper.prefill.scales import (
     rows_layout,
     scales_of_item,
 )
-from splitkv.kernels.hopper.primitives.conversion import halves_of_words, words_of_pairs
+from splitkv.kernels.hopper.primitives.conversion import words_of_pairs
 from splitkv.kernels.hopper.primitives.named_barriers import (
     all_cleared,
     arrive,
@@ -107,13 +103,6 @@ def clear_tail(program, item, step, CONFIG: gl.constexpr, ROLE: gl.constexpr):
         mbarrier.wait(program.barriers.v_full.index(stage), step.n // STAGES & 1)
         clear_behind(v.index(stage), count, 16, ROLE, CONFIG.mma_roles)
         all_cleared(CONFIG.mma_roles)
-
-
-@gluon.jit
-def accumulate_values(p, tiles, stage, acc):
-    """Issues acc + p @ v as a wgmma."""
-    p = halves_of_words(p, tiles.v.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
-    return warpgroup_mma(p, tiles.v.index(stage), acc, is_async=True)
 
 
 @gluon.jit
@@ -268,7 +257,7 @@ def run_step(
     mbarrier.wait(barriers.k_full.index(stage), n // K_STAGES & 1)
     qk = multiply_keys(tiles, q_tile, stage, S)
     mbarrier.wait(barriers.v_full.index(last_stage), (n - 1) // V_STAGES & 1)
-    product = accumulate_values(softmax.p, tiles, last_stage, softmax.acc)
+    product = multiply_values(softmax.p, tiles, last_stage, softmax.acc)
     if barriers.mma_turns is not None:
         pass_turn((ROLE + 1) % CONFIG.mma_roles)
     qk = warpgroup_mma_wait(1, deps=[qk])
@@ -348,7 +337,7 @@ def mainloop(
     last = n + item_tiles.steps - 1
     stage = last % V_STAGES
     mbarrier.wait(barriers.v_full.index(stage), last // V_STAGES & 1)
-    product = accumulate_values(softmax.p, tiles, stage, softmax.acc)
+    product = multiply_values(softmax.p, tiles, stage, softmax.acc)
     l = gl.convert_layout(gl.sum(softmax.l, 1), M)
     return LastProduct(product, product, l, softmax.m, Shrink(softmax.m, softmax.m), 1.0)
 

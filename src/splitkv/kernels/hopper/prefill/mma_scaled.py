@@ -30,13 +30,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from splitkv.kernels.hopper.prefill.items import tile_of_step
 from splitkv.kernels.hopper.prefill.lazy_maxima import TOO_LARGE
 from splitkv.kernels.hopper.prefill.mask import MINUS_INFINITY, choose, seen_keys
+from splitkv.kernels.hopper.prefill.products import (
+    has_16_bits,
+    multiply_keys,
+    multiply_values,
+)
 from splitkv.kernels.hopper.prefill.records import (
     LastProduct,
     Maxima,
@@ -48,7 +52,6 @@ from splitkv.kernels.hopper.prefill.records import (
 )
 from splitkv.kernels.hopper.prefill.scales import (
     MIDDLE,
-    MIDDLE_BITS,
     beside_rows,
     factor_of_rows,
     pairs_of_columns,
@@ -57,8 +60,6 @@ from splitkv.kernels.hopper.prefill.scales import (
     shared_scale,
 )
 from splitkv.kernels.hopper.primitives.conversion import (
-    bytes_of_words,
-    halves_of_words,
     ordered_columns,
     words_of,
     words_of_pairs,
@@ -93,31 +94,6 @@ NEAR_BITS, MOST_E4M3 = map(gl.constexpr, (0x40800000, 0x43E00000))
 def most_log2(dtype):
     """The log2 of the weight that the maximum of a row gets where p has this type."""
     return {"fp8e4nv": NOMINAL.value, "int8": 6.9886846867721655}.get(dtype.name, 0.0)
-
-
-@gluon.constexpr_function
-def has_16_bits(dtype):
-    """Whether values of this type are multiplied in 16 bits."""
-    return dtype.primitive_bitwidth == 16
-
-
-@gluon.jit
-def multiply_keys(tiles, q_tile, stage, S: gl.constexpr):
-    """Issues q @ k.T [ROWS, TILE_N]; sums of integers are MIDDLE more."""
-    ROWS: gl.constexpr = tiles.q.shape[1]
-    TILE_N: gl.constexpr = tiles.k.shape[1]
-    k = tiles.k.index(stage).permute((1, 0))
-    q = tiles.q.index(q_tile)
-    if tiles.k.dtype == gl.int8:
-        start = gl.full([ROWS, TILE_N], MIDDLE_BITS, gl.int32, S)
-        qk = warpgroup_mma(q, k, start, is_async=True)
-    else:
-        start = gl.zeros([ROWS, TILE_N], gl.float32, S)
-        qk = warpgroup_mma(q, k, start, use_acc=False, is_async=True)
-    if tiles.q_rest is not None:
-        k_rest = tiles.k_rest.index(stage).permute((1, 0))
-        qk = warpgroup_mma(tiles.q_rest.index(q_tile), k_rest, qk, is_async=True)
-    return qk
 
 
 @gluon.jit
@@ -294,23 +270,6 @@ def softmax_of_scaled_tile(
         inverse = beside_rows(scales.of_tile.index(2 * stage + 1), maxima.m)
         sums = sums * along_rows(inverse, sums)
     return ScaledTile(p, sums, maxima, Shrink(shrink, own_shrink))
-
-
-@gluon.jit
-def multiply_values(p, tiles, stage, acc):
-    """Issues p @ v: added to acc in 16 bits; alone in e4m3, of whose sums the tensor cores keep few
-    bits, and in int8, where they are integers."""
-    O: gl.constexpr = acc.type.layout
-    if has_16_bits(tiles.v.dtype):
-        p = halves_of_words(p, tiles.v.dtype, gl.DotOperandLayout(0, O, 2))
-        product = warpgroup_mma(p, tiles.v.index(stage), acc, is_async=True)
-    else:
-        p = bytes_of_words(p, tiles.v.dtype, gl.DotOperandLayout(0, O, 4))
-        SUM: gl.constexpr = gl.int32 if tiles.v.dtype == gl.int8 else gl.float32
-        start = gl.zeros(acc.shape, SUM, O)
-        v = tiles.v.index(stage).permute((1, 0))
-        product = warpgroup_mma(p, v, start, use_acc=False, is_async=True)
-    return product
 
 
 @gluon.jit
