@@ -19,7 +19,13 @@ from splitkv.kernels.hopper.decode.key_scales import (
     weighted,
 )
 from splitkv.kernels.hopper.decode.layouts import scores_layout, weights_layout
-from splitkv.kernels.hopper.decode.lazy_maxima import LOWEST, raise_maxima, tolerance, true_maxima
+from splitkv.kernels.hopper.decode.lazy_maxima import (
+    LOWEST,
+    WEIGHT_BITS_IN_8_BITS,
+    raise_maxima,
+    tolerance_bits,
+    true_maxima,
+)
 from splitkv.kernels.hopper.decode.records import Softmax
 from splitkv.kernels.hopper.decode.ring import load_page_ids
 from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
@@ -99,7 +105,7 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
     B: gl.constexpr = gl.DotOperandLayout(1, S, 2)
     M: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = ring.v_tiles.dtype if CONFIG.dequantize is None else gl.float16
-    LIMIT: gl.constexpr = tolerance(CONFIG.dequantize)
+    LIMIT: gl.constexpr = tolerance_bits(CONFIG.dequantize)
     WEIGHTS: gl.constexpr = weights_layout(TILE_N)
     tiles, keys = split.tiles, split.num_keys
     inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, R))[None, :]
@@ -147,9 +153,9 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
         if v_scale is not None:
             p = gl.exp2(y)
             w = p * v_scale
-            above = any_exceeds(w, LIMIT[2]) if STAGES > 1 else True
+            above = any_exceeds(w, WEIGHT_BITS_IN_8_BITS) if STAGES > 1 else True
         else:
-            above = any_exceeds(y, LIMIT[1]) if STAGES > 1 else True
+            above = any_exceeds(y, LIMIT) if STAGES > 1 else True
         if above:  # one stage is for splits of one tile, which has the first maxima
             s = score_log2(qk, scale, softcap, slope, pos, offs_n)
             s = gl.where(y == float("-inf"), y, s)

@@ -51,7 +51,7 @@ class MmaInputs(NamedTuple):
     work: Any
 
 
-# --- roles, each of which finds out by itself what it has to do ---------------------------------
+# --- roles, each of which finds out by itself what it has to do --------------------------------
 
 
 @gluon.jit

@@ -172,7 +172,7 @@ def ring_after(ring, before):
     )
 
 
-# --- load: keys and values -----------------------------------------------------------------------
+# --- load: keys and values ---------------------------------------------------------------------
 
 
 @gluon.jit
@@ -273,7 +273,7 @@ def expect_boxes(full, keys, BOX: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.c
         mbarrier.expect(full, (n + 1) * BYTES, pred=some & last)
 
 
-# --- load: scales of keys ------------------------------------------------------------------------
+# --- load: scales of keys ----------------------------------------------------------------------
 
 
 @gluon.jit
@@ -308,7 +308,7 @@ def copy_contiguous_scales(ring, split, scales, CONFIG: gl.constexpr):
         stage, phase = next_stage(stage, phase, CONFIG.num_stages)
 
 
-# --- write: new tokens ---------------------------------------------------------------------------
+# --- write: new tokens -------------------------------------------------------------------------
 
 
 @gluon.jit

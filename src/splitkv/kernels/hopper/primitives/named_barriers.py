@@ -140,7 +140,7 @@ def all_cleared(WARPGROUPS: gl.constexpr):
         meet(ALL_CLEARED, 128 * WARPGROUPS)
 
 
-# --- turns at issuing products: each warpgroup is a role -----------------------------------------
+# --- turns at issuing products: each warpgroup is a role ---------------------------------------
 
 
 @gluon.jit
@@ -156,7 +156,7 @@ def pass_turn(W: gl.constexpr):
     arrive(FIRST_TURN + W, 256)
 
 
-# --- turns at issuing products: two warpgroups are one role --------------------------------------
+# --- turns at issuing products: two warpgroups are one role ------------------------------------
 
 
 @gluon.jit
@@ -180,7 +180,7 @@ def pass_turn_on(named):
         at_number(PASS_TURN_ON, named.turns, 256)
 
 
-# --- steps, of the convert role and those that multiply ------------------------------------------
+# --- steps, of the convert role and those that multiply ----------------------------------------
 
 
 @gluon.jit
