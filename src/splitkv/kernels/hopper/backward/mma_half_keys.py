@@ -186,7 +186,12 @@ def mainloop_half_keys(
     """Computes (dk, dv) [64, dim] of the keys of consumer W, dk without the scale.
 
     What a step does with dq has three forms: a step late where head_dim is 64, at once where it is
-    128, not at all where another kernel makes it.
+    128, not at all where another kernel makes it. Step j issues products (>) and waits for them (<)
+    in this order; p and ds of a tile are worked out between, and ds of j is handed over before dk:
+
+        late      > dv j     > dk j   < dv   > dq j-1   > s j+1   < dk, dq   > dp j+1   < s    < dp
+        at once   > dv j     < dv   > dq j   > dk j   < dq   > s j+1   < dk   > dp j+1   < s    < dp
+        not       > dv j     > dk j   < dv              > s j+1   < dk       > dp j+1   < s    < dp
     """
     tiles = memory.tiles
     exchange = memory.exchange

@@ -170,7 +170,13 @@ def mma_dv(
     CONFIG: gl.constexpr,  # HopperBackwardConfig
 ):
     """The mma role of consumer 0: computes p and dv [64, head_dim_v], stores dv, and makes the
-    first columns of dq."""
+    first columns of dq, of which the pieces are a and b.
+
+    Step j issues products (>) and waits for them (<) in this order, without those of dq where that
+    is made elsewhere; p of j is worked out, and handed over, under the first piece:
+
+        > dq a j-1   > dv j   < dq a   > dq b j-1   < dv   > s j+1   < dq b   < s
+    """
     tiles = memory.tiles
     exchange = memory.exchange
     barriers = memory.barriers
@@ -254,7 +260,13 @@ def mma_dk(
     CONFIG: gl.constexpr,  # HopperBackwardConfig
 ):
     """The mma role of consumer 1: computes ds and dk [64, head_dim], stores dk, sums up ds for
-    sink logits, and makes the last columns of dq."""
+    sink logits, and makes the last columns of dq.
+
+    Step j as in `mma_dv`; ds of j is worked out, and handed over, under the first piece; with
+    head_dim 192 there is no piece b:
+
+        > dq a j-1   > dk j   < dq a   > dq b j-1   < dk   > dp j+1   < dq b   < dp
+    """
     tiles = memory.tiles
     exchange = memory.exchange
     barriers = memory.barriers
