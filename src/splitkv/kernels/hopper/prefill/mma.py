@@ -435,6 +435,7 @@ def mma_role(program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
         ours = has_number(batch, index_in_round(batch, r)) & has_rows(item, CONFIG)
         multiplies = ours & (item_tiles.steps > 0)
         if batch.splitting.items_ptr is not None:
+            # by a schedule a program has one item, so no stage follows those that a role sat out
             if ROLE > 0:
                 sits_out = multiplies & (first_row(item, CONFIG, ROLE) >= num_rows(item, CONFIG))
                 if sits_out:
