@@ -407,6 +407,16 @@ def test_scales_that_are_loaded_at_once(values: cases.Values) -> None:
     hold_to_budgets(values)
 
 
+@pytest.mark.parametrize("schedule", ["even", "cluster of 2"])
+@pytest.mark.parametrize("place", [Contiguous(), Paged(128)], ids=str)
+def test_scales_that_are_copied_in_bulk(place: Any, schedule: str) -> None:
+    """Many tiles of several heads, whose scales lie side by side."""
+    values = EVERYDAY | {"kernel": "hopper_decode_split", "schedule": schedule, "num_stages": 2}
+    values |= {"codec": Codec("int8", "token"), "place": place, "seqlen_k": 1 << 13}
+    assert hopper_decode_split.variant_of(plan_of(values)).key_scales == "bulk"
+    hold_to_budgets(values)
+
+
 @pytest.mark.parametrize("values", cases.pairs(UNALIGNED_AXES, valid), ids=describe)
 def test_the_plan_for_an_address_that_tma_cannot_take(values: cases.Values) -> None:
     """The same parts by the kernel for any GPU, in tiles of its own."""

@@ -38,7 +38,7 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.core.scores import Score
 from splitkv.kernels import combine_items, records, schedule_items
 from splitkv.kernels.hopper.prefill import kernel as prefill
-from splitkv.kernels.hopper.primitives.zero_rows import ALL_CLEARED
+from splitkv.kernels.hopper.primitives.named_barriers import ALL_CLEARED
 from splitkv.kernels.host import sequences, workspace
 from splitkv.kernels.limits import hopper_prefill as limits
 from splitkv.planner.legality import expect_config

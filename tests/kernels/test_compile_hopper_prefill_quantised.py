@@ -40,7 +40,7 @@ from splitkv.kernels import records
 from splitkv.kernels.hopper.prefill import launch
 from splitkv.kernels.hopper.prefill import quantised as prefill_quantised
 from splitkv.kernels.hopper.prefill.load import ROWS
-from splitkv.kernels.hopper.primitives.named_barriers import FIRST
+from splitkv.kernels.hopper.primitives.named_barriers import FIRST, NEVER
 from splitkv.kernels.host import sequences, workspace
 from splitkv.kernels.limits import hopper_prefill_quantised as limits
 from splitkv.kernels.tile.merge import parts_a_step, rows_a_step
@@ -57,7 +57,6 @@ UNITS = {  # q . k and p . v
     ("fp8", "full"): {"f32.e4m3.e4m3"},
 }
 OF_Q = {units: 2 if units[1] == "widened" else 1 for units in UNITS}  # bytes of an element
-NEVER = 15  # the barrier of known.py, which no warp comes to
 STACK_BYTES = 80  # scalars, read once a row tile: what a loop mostly does has none
 AXES: cases.Axes = {
     "kind": ("dense", "varlen", "decode"),
@@ -195,6 +194,15 @@ def test_loops_of_few_rows_are_as_meant(units: tuple[str, str], place: Any) -> N
     maxima_are_exceptions(problem, config, compiled(problem, config))
 
 
+@pytest.mark.parametrize("kind", ["dense", "decode"])
+def test_programs_that_go_through_several_sequences(kind: str) -> None:
+    values = {"kind": kind, "units": ("int8", "half"), "granularity": "head", "q": "bfloat16"}
+    problem = problem_of({**values, "head_dim": 128, "heads": (16, 2)})
+    problem = replace(problem, batch=300, seqlen_q=3)
+    config = next(c for c in limits.configs(problem, H200) if c.tile_m == 64 and c.programs)
+    maxima_are_exceptions(problem, config, compiled(problem, config))
+
+
 @pytest.mark.parametrize("place", [Contiguous(), Paged(16)], ids=str)
 @pytest.mark.parametrize("units", [("int8", "half"), ("fp8", "widened")], ids=str)
 def test_two_parts_are_a_cluster(units: tuple[str, str], place: Any) -> None:
@@ -226,10 +234,10 @@ def maxima_are_exceptions(problem: Problem, config: Config, made: Any) -> None:
     assert len(loops) == 1  # of all warpgroups
     ptx = made.asm["ptx"]
     taken = {int(number) for number in re.findall(r"\bbar(?:rier)?\.sync\s+(\d+)", ptx)}
-    assert max(taken - {NEVER}) < FIRST.value  # by Triton, of the barriers of the hardware
+    assert max(taken - {NEVER.value}) < FIRST.value  # by Triton, of the barriers of the hardware
     for body in loops:
         met = [line for line in body if re.search(r"BAR\.SYNC\S* 0x", line)]
-        assert all(f" {NEVER:#x}," in line for line in met)  # warps meet for no other barrier
+        assert all(f" {NEVER.value:#x}," in line for line in met)  # warps meet for no other barrier
         waits = [n for n, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
         votes = [n for n, line in enumerate(body) if "VOTE.ANY" in line]
         if (problem.codec.name, problem.products) == ("int8", "full"):

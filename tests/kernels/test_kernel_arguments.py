@@ -89,14 +89,35 @@ def test_addresses_that_bulk_copies_cannot_take_give_another_plan() -> None:
     assert other.config.variant == HopperDecode(key_scales="per_tile")
 
 
-def test_pages_too_far_apart_to_be_gathered_give_another_plan() -> None:
+@pytest.mark.parametrize(
+    "strides",
+    [
+        (1 << 32, 256, 128, 1),
+        # heads first: those of two heads are further apart than an offset of 32 bits
+        (16 * 128, 128, 1 << 32, 1),
+        (128, 1 << 29, 64, 1),
+    ],
+    ids=["pages", "heads", "keys"],
+)
+def test_keys_too_far_apart_to_be_gathered_give_another_plan(strides: tuple[int, ...]) -> None:
     assert GATHER.config.variant == HopperDecode("gather")
     operands = layouts(GATHER.problem)
     assert hopper_decode_split.refit(GATHER, operands) == GATHER
-    operands.k.stride = lambda dim=None: (1 << 32) if dim == 0 else (1 << 32, 256, 128, 1)  # type: ignore[method-assign]
+    operands.k.stride = lambda dim=None: strides if dim is None else strides[dim]  # type: ignore[method-assign]
     other = hopper_decode_split.refit(GATHER, operands)
     assert other.config.variant == HopperDecode("tma")
-    assert other.why.endswith("pages are too far apart to be gathered")
+    assert other.why.endswith("keys are too far apart to be gathered")
+
+
+def test_caches_with_their_heads_first_are_gathered_up_to_where_offsets_end() -> None:
+    operands = layouts(GATHER.problem)
+    _, page_size, heads, dim = operands.k.shape
+    most = ((1 << 32) - 1 - page_size * dim) // (heads - 1) // 16 * 16
+    for apart, load in ((most, "gather"), (most + 16, "tma")):
+        strides = page_size * dim, dim, apart, 1
+        operands.k.stride = lambda dim=None, s=strides: s if dim is None else s[dim]  # type: ignore[method-assign]
+        variant = hopper_decode_split.refit(GATHER, operands).config.variant
+        assert variant == HopperDecode(load)
 
 
 @pytest.mark.parametrize("address", [8, 2])

@@ -173,7 +173,6 @@ def test_a_first_call_loads_its_own_kernels(name: str, gpu: str, entry: str) -> 
     assert entry in loaded
     others = [kernel for call, of in KERNELS.items() if call != name for kernel in of]
     small = {"backward", "backward.records"}  # what a forward keeps for its gradients
-    small |= {"hopper.prefill", "hopper.prefill.sums"}  # sums in the layouts of wgmma
     found = {x for x in loaded - small for kernel in others if f"{x}.".startswith(f"{kernel}.")}
     assert found == set()
     if name == "decode":

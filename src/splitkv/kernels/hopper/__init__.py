@@ -1,1 +1,1 @@
-"""Kernels for sm_90, in Gluon: tiles arrive by TMA, many of them in flight."""
+"""Kernels for sm_90, in Gluon: tiles arrive by TMA, many of them in flight. See README.md here."""

@@ -210,7 +210,7 @@ def without_tma(plan: Plan, why: str) -> Plan:
 
 def refit(plan: Plan, operands: Operands) -> Plan:
     """The plan for tensors that this one does not fit: without TMA where that cannot describe them;
-    scales by tile where they do not lie in one piece; without gathering where pages are further
+    scales by tile where they do not lie in one piece; without gathering where keys are further
     apart than its addresses reach. Else the plan itself."""
     against, variant = unfit(operands), variant_of(plan)
     if against:
@@ -219,13 +219,21 @@ def refit(plan: Plan, operands: Operands) -> Plan:
     if variant.key_scales == "bulk" and not in_one_piece(operands):
         variant = replace(variant, key_scales="per_tile")
         why.append("scales of keys do not lie in one piece")
-    if variant.load == "gather" and max(x.stride(0) for x in (operands.k, operands.v)) >= 1 << 32:
+    if variant.load == "gather" and not all(within_gathers(x) for x in (operands.k, operands.v)):
         variant = replace(variant, load="tma")
-        why.append("pages are too far apart to be gathered")
+        why.append("keys are too far apart to be gathered")
     if not why:
         return plan
     config = replace(plan.config, variant=variant)
     return replace(plan, config=config, why="; ".join([plan.why, *why]))
+
+
+def within_gathers(x: Any) -> bool:
+    """Whether warps that gather rows of K or V in 8 bits reach all of it: they count pairs of
+    bytes, between pages in 32 bits, and from the first of a page to its last key and head in 31."""
+    page, key, head = x.stride()[:3]
+    inside = (x.shape[1] - 1) * key + (x.shape[2] - 1) * head + x.shape[3]
+    return page < 1 << 32 and inside < 1 << 32
 
 
 def in_one_piece(operands: Operands) -> bool:

@@ -68,7 +68,7 @@ def from_register_order(x, layout: gl.constexpr):
 def store_dq(exchange, dq, j, W: gl.constexpr):
     """Stores consumer W's half of tile j of dq in shared memory, in the order of registers, for the
     warp that adds it to the sums. Of pieces j counts those that the consumer has stored before."""
-    mbarrier.wait(exchange.sums_free.index(W), (j & 1) ^ 1)
+    mbarrier.wait(exchange.sums_empty.index(W), (j & 1) ^ 1)
     exchange.sums.index(W).store(to_register_order(dq))
     fence_async_shared()
     mbarrier.arrive(exchange.sums_full.index(W), count=1)
@@ -144,7 +144,7 @@ def add_dq_halves(sums_desc, turn_ptr, exchange, work):
             async_add(sums_desc, [((tile + i) * 2 + w) * ROWS, 0], exchange.sums.index(w))
         tma.store_wait(0)
         for w in gl.static_range(2):
-            mbarrier.arrive(exchange.sums_free.index(w), count=1)
+            mbarrier.arrive(exchange.sums_empty.index(w), count=1)
         if turn_ptr is not None:
             end_turn(turn_ptr + tile + i, work.key_tile + 1)
         i += 1
@@ -198,7 +198,7 @@ def add_dq_pieces(sums_desc, exchange, work, CONFIG: gl.constexpr, W: gl.constex
         at = ((tile + i) * (CONFIG.head_dim // 64) + W * 2 + piece) * ROWS
         async_add(sums_desc, [at, 0], exchange.sums.index(W))
         tma.store_wait(0)
-        mbarrier.arrive(exchange.sums_free.index(W), count=1)
+        mbarrier.arrive(exchange.sums_empty.index(W), count=1)
         if piece == PIECES - 1:
             i += 1
             if i == work.rows.count:

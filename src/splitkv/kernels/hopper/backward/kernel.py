@@ -16,11 +16,11 @@ come to it at about the same time. Elsewhere they would wait for each other, and
 `hopper_backward_queries` makes dq, and S and dP once more: seven products.
 
 Tiles of sink tokens come before all others, and the rows that see a tile are split among programs
-where it would be the last to end or there are few tiles: see kernels/backward/row_splits.py. What
-there is to choose is chosen in variant.py. To be read in this order: this file, load.py,
-mma_half_keys.py (head_dim up to 128) or mma_one_gradient.py, dq_sums.py, sinks.py, epilogue.py,
-finish.py; and queries.py for dq by itself, with split_sums.py. On the host: launches.py,
-launcher.py, relaunch.py.
+where it would be the last to end or there are few tiles: see planner/policies/row_splits.py. What
+there is to choose is in kernels/limits/hopper_backward.py. To be read in this order: this file,
+records.py, load.py, mma_half_keys.py (head_dim up to 128) or mma_one_gradient.py, with
+masked_weights.py and shared_memory.py, dq_sums.py, sinks.py, epilogue.py, finish.py; and queries.py
+for dq by itself, with split_sums.py. On the host: launches.py, launcher.py, relaunch.py.
 
 Shapes      as kernels/prefill.py; rows of statistics: see Stats, every head a group of its own
 Grid        row splits x KV heads x sequences x tiles that come first; then

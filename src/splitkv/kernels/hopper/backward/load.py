@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from splitkv.kernels.hopper.primitives.tma_ring import async_load, next_slot
+from splitkv.kernels.hopper.primitives.tma_ring import async_load, next_stage
 
 # With sink logits the consumer of dv has p times 2^15, so that in fp16 small p have as many bits as
 # large ones, three more than in bf16: the rounding of p would be in dsink.
@@ -32,7 +32,7 @@ def load_whole_rows(inputs, boxes, tiles, barriers, work, CONFIG: gl.constexpr):
     share a stage and a barrier; of delta the stage gets -delta."""
     TILE_M: gl.constexpr = inputs.q.block_type.shape[1]
     STAGES: gl.constexpr = CONFIG.num_stages
-    issue_keys(inputs, boxes, work, barriers.kv.index(0))
+    issue_keys(inputs, boxes, work, barriers.kv_full.index(0))
     stage = work.kv_head * 0
     phase = stage + 1
     i = work.kv_head * 0
@@ -40,18 +40,15 @@ def load_whole_rows(inputs, boxes, tiles, barriers, work, CONFIG: gl.constexpr):
     for j in range(work.steps + 1):
         t = i * TILE_M
         at = [work.sequence, work.first_row + t, work.kv_head * CONFIG.group + g, 0]
-        full = barriers.q.index(stage)
-        mbarrier.wait(barriers.q_free.index(stage), phase)
+        full = barriers.q_full.index(stage)
+        mbarrier.wait(barriers.q_empty.index(stage), phase)
         mbarrier.expect(full, inputs.q.block_type.nbytes + inputs.grad.block_type.nbytes)
         async_load(inputs.q, at, full, boxes.q.index(stage))
         async_load(inputs.grad, at, full, boxes.grad.index(stage))
         count = gl.where(j < work.steps, work.num_rows - t, 0)
         copy_statistics(inputs, tiles, stage, g * work.stat_head + t, count)
         mbarrier.arrive(full, count=1)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = next_stage(stage, phase, STAGES)
         i += 1
         if i == work.rows.count:
             i = 0
@@ -83,7 +80,7 @@ def load_rows_apart(inputs, boxes, tiles, barriers, work, CONFIG: gl.constexpr):
     TILE_M: gl.constexpr = inputs.q.block_type.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = gl.arange(0, TILE_M, layout=layout)
-    issue_keys(inputs, boxes, work, barriers.kv.index(0))
+    issue_keys(inputs, boxes, work, barriers.kv_full.index(0))
     stage = work.kv_head * 0
     phase = stage + 1
     grad_stage = stage
@@ -97,8 +94,8 @@ def load_rows_apart(inputs, boxes, tiles, barriers, work, CONFIG: gl.constexpr):
         row = g * work.stat_head + t
         total = gl.load(inputs.total_ptr + row + rows, mask=rows < count, other=float("inf"))
         delta = gl.load(inputs.delta_ptr + row + rows, mask=rows < count, other=0.0)
-        full = barriers.q.index(stage)
-        mbarrier.wait(barriers.q_free.index(stage), phase)
+        full = barriers.q_full.index(stage)
+        mbarrier.wait(barriers.q_empty.index(stage), phase)
         mbarrier.expect(full, inputs.q.block_type.nbytes)
         async_load(inputs.q, at, full, boxes.q.index(stage))
         if inputs.weight_ptr is not None:
@@ -108,14 +105,14 @@ def load_rows_apart(inputs, boxes, tiles, barriers, work, CONFIG: gl.constexpr):
             delta *= 2.0**-P_EXPONENT
         tiles.total.index(stage).store(total)
         mbarrier.arrive(full, count=1)
-        full = barriers.grad.index(grad_stage)
-        mbarrier.wait(barriers.grad_free.index(grad_stage), grad_phase)
+        full = barriers.grad_full.index(grad_stage)
+        mbarrier.wait(barriers.grad_empty.index(grad_stage), grad_phase)
         mbarrier.expect(full, inputs.grad.block_type.nbytes)
         async_load(inputs.grad, at, full, boxes.grad.index(grad_stage))
         tiles.delta.index(grad_stage).store(delta)
         mbarrier.arrive(full, count=1)
-        stage, phase = next_slot(stage, phase, CONFIG.num_stages)
-        grad_stage, grad_phase = next_slot(grad_stage, grad_phase, CONFIG.grad_stages)
+        stage, phase = next_stage(stage, phase, CONFIG.num_stages)
+        grad_stage, grad_phase = next_stage(grad_stage, grad_phase, CONFIG.grad_stages)
         i += 1
         if i == work.rows.count:
             i = 0

@@ -7,8 +7,9 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.backward.records import HALF
 from splitkv.kernels.hopper.prefill.mask import choose, from_column
-from splitkv.kernels.hopper.prefill.sums import sums_of_threads
 from splitkv.kernels.hopper.primitives.conversion import words_of_pairs
+from splitkv.kernels.hopper.primitives.named_barriers import NEVER
+from splitkv.kernels.hopper.primitives.row_sums import sums_of_threads
 
 
 @gluon.jit
@@ -50,7 +51,7 @@ def hold_code(count):
     """Instructions of `hold_words` for so many words of a thread, and their constraints."""
     code = "{ .reg .pred negative; .reg .b32 all; or.b32 all, $0, $1;"
     code += "".join(f"or.b32 all, all, ${n};" for n in range(2, count))
-    code += "setp.lt.s32 negative, all, 0; @negative bar.sync 15, 128; }"
+    code += f"setp.lt.s32 negative, all, 0; @negative bar.sync {NEVER.value}, 128; }}"
     return code, ",".join(["=r"] * count + [str(n) for n in range(count)])
 
 
@@ -59,7 +60,7 @@ def hold_words(p, dtype: gl.constexpr):
     """Rounds p [keys, rows] to 16 bits, two a word, before the next wait for a product.
 
     ptxas does not move that wait over a barrier. The barrier is for weights with a sign, which
-    exponentials do not have: see `before_wait`.
+    exponentials do not have: see `hold_sums`.
     """
     words = words_of_pairs(p, dtype)
     COUNT: gl.constexpr = words.shape[0] * words.shape[1] // 128  # of a thread

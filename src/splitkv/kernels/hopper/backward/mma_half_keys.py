@@ -47,8 +47,9 @@ from splitkv.kernels.hopper.backward.shared_memory import (
 )
 from splitkv.kernels.hopper.backward.sinks import add_to_sinks, start_sinks
 from splitkv.kernels.hopper.primitives.conversion import halves_of_words
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals, reinterpret
-from splitkv.kernels.hopper.primitives.zero_rows import all_cleared, clear_behind
+from splitkv.kernels.hopper.primitives.named_barriers import all_cleared
+from splitkv.kernels.hopper.primitives.tma_ring import make_barriers, next_stage, reinterpret
+from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 
 
 @gluon.jit
@@ -84,13 +85,13 @@ def specialize_half_keys(
         grad_strips=None,
     )
     barriers = BackwardBarriers(
-        kv=arrivals(1, 1),
-        q=arrivals(STAGES, 2),  # TMA, and the warp that copies statistics
-        q_free=arrivals(STAGES, 2),
-        grad=None,
-        grad_free=None,
-        p=None,
-        p_free=None,
+        kv_full=make_barriers(1, 1),
+        q_full=make_barriers(STAGES, 2),  # TMA, and the warp that copies statistics
+        q_empty=make_barriers(STAGES, 2),
+        grad_full=None,
+        grad_empty=None,
+        p_full=None,
+        p_empty=None,
     )
     tl.extra.cuda.gdc_wait()  # for statistics, and sums that are 0
     if sums_desc is None:
@@ -135,7 +136,7 @@ def mma_half_keys(memory, work, scores, out, CONFIG: gl.constexpr, W: gl.constex
 def wait_keys(k, v, barriers, work, CONFIG: gl.constexpr, W: gl.constexpr):
     """Waits for k and v, and clears of the tiles [64, dim] of consumer W the rows that are another
     sequence's."""
-    mbarrier.wait(barriers.kv.index(0), 0)
+    mbarrier.wait(barriers.kv_full.index(0), 0)
     if CONFIG.sequences == "packed":
         count = work.num_keys - W * HALF
         if count < HALF:
@@ -149,7 +150,7 @@ def wait_rows(memory, stage, phase, count, CONFIG: gl.constexpr, W: gl.constexpr
     """Waits for a tile of rows. Of them `count` exist; where TMA does not know that, the others are
     made zero, those of q by one consumer and those of its gradient by the other."""
     q = memory.tiles.q.index(stage)
-    mbarrier.wait(memory.barriers.q.index(stage), phase)
+    mbarrier.wait(memory.barriers.q_full.index(stage), phase)
     if CONFIG.sequences == "packed":
         if count < q.shape[0]:
             STRIP: gl.constexpr = q.shape[0]
@@ -185,7 +186,12 @@ def mainloop_half_keys(
     """Computes (dk, dv) [64, dim] of the keys of consumer W, dk without the scale.
 
     What a step does with dq has three forms: a step late where head_dim is 64, at once where it is
-    128, not at all where another kernel makes it.
+    128, not at all where another kernel makes it. Step j issues products (>) and waits for them (<)
+    in this order; p and ds of a tile are worked out between, and ds of j is handed over before dk:
+
+        late      > dv j     > dk j   < dv   > dq j-1   > s j+1   < dk, dq   > dp j+1   < s    < dp
+        at once   > dv j     < dv   > dq j   > dk j   < dq   > s j+1   < dk   > dp j+1   < s    < dp
+        not       > dv j     > dk j   < dv              > s j+1   < dk       > dp j+1   < s    < dp
     """
     tiles = memory.tiles
     exchange = memory.exchange
@@ -242,7 +248,7 @@ def mainloop_half_keys(
         ds = ds_fp32.to(dtype)  # [64, TILE_M]
         if exchange.sums is not None:
             if DQ_LATE:
-                mbarrier.wait(exchange.ds_free.index(j & 1), ((j >> 1) & 1) ^ 1)
+                mbarrier.wait(exchange.ds_empty.index(j & 1), ((j >> 1) & 1) ^ 1)
             exchange.ds.index(j & 1).slice(W * HALF, HALF).store(ds)
             fence_async_shared()
             mbarrier.arrive(exchange.ds_full.index(j & 1), count=1)
@@ -270,10 +276,7 @@ def mainloop_half_keys(
 
         # weights and dp of the next tile of rows, under dk
         before = stage
-        stage += 1
-        if stage == CONFIG.num_stages:
-            stage = 0
-            phase ^= 1
+        stage, phase = next_stage(stage, phase, CONFIG.num_stages)
         i += 1
         if i == work.rows.count:
             i = 0
@@ -284,10 +287,10 @@ def mainloop_half_keys(
             dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
         else:
             dk = warpgroup_mma_wait(1, deps=[dk])
-        mbarrier.arrive(barriers.q_free.index(before), count=1)
+        mbarrier.arrive(barriers.q_empty.index(before), count=1)
         if DQ_LATE:
             if j > 0:
-                mbarrier.arrive(exchange.ds_free.index(last & 1), count=1)
+                mbarrier.arrive(exchange.ds_empty.index(last & 1), count=1)
                 store_dq(exchange, dq, last, W)
         if DELTA_FIRST:
             dp = start_dp_minus_delta(v, tiles, stage, zero)

@@ -47,8 +47,9 @@ from splitkv.kernels.hopper.backward.shared_memory import (
     allocate_rows_apart,
 )
 from splitkv.kernels.hopper.backward.sinks import add_to_sinks, start_sinks
-from splitkv.kernels.hopper.primitives.tma_ring import turn_of
-from splitkv.kernels.hopper.primitives.zero_rows import all_cleared, clear_behind
+from splitkv.kernels.hopper.primitives.named_barriers import all_cleared
+from splitkv.kernels.hopper.primitives.tma_ring import stage_of
+from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 
 
 @gluon.jit
@@ -101,7 +102,7 @@ def specialize_one_gradient(
 def wait_keys_and_clear(x, barriers, work, CONFIG: gl.constexpr):
     """Waits for k and v, and clears of x, one of them, what is another sequence's, as the other
     consumer does of the other."""
-    mbarrier.wait(barriers.kv.index(0), 0)
+    mbarrier.wait(barriers.kv_full.index(0), 0)
     if CONFIG.sequences == "packed":
         if work.num_keys < HALF:
             clear_behind(x, work.num_keys, 16, 0, 1)
@@ -169,7 +170,13 @@ def mma_dv(
     CONFIG: gl.constexpr,  # HopperBackwardConfig
 ):
     """The mma role of consumer 0: computes p and dv [64, head_dim_v], stores dv, and makes the
-    first columns of dq."""
+    first columns of dq, of which the pieces are a and b.
+
+    Step j issues products (>) and waits for them (<) in this order, without those of dq where that
+    is made elsewhere; p of j is worked out, and handed over, under the first piece:
+
+        > dq a j-1   > dv j   < dq a   > dq b j-1   < dv   > s j+1   < dq b   < s
+    """
     tiles = memory.tiles
     exchange = memory.exchange
     barriers = memory.barriers
@@ -190,50 +197,50 @@ def mma_dv(
     zero = gl.zeros([HALF, M], gl.float32, S)
     dv = gl.zeros([HALF, DIM_V], gl.float32, ACC)
     i = work.kv_head * 0
-    q = wait_q(tiles, barriers.q.index(0), i, 0, work.num_rows, CONFIG)
+    q = wait_q(tiles, barriers.q_full.index(0), i, 0, work.num_rows, CONFIG)
     s = start_scores(k, q, zero, CONFIG)
     s = warpgroup_mma_wait(0, deps=[s])
 
     for j in range(work.steps):
         last = j - 1
-        stage, phase = turn_of(j, CONFIG.num_stages)
-        grad_stage, grad_phase = turn_of(j, CONFIG.grad_stages)
+        stage, phase = stage_of(j, CONFIG.num_stages)
+        grad_stage, grad_phase = stage_of(j, CONFIG.grad_stages)
         if exchange.ds is not None:
             wait_ds(exchange, last)
             first = start_dq_piece(exchange, tiles.k, last, 0, W)
         total = tiles.total.index(stage).load(ROW)[None, :]
         p = masked_weights(s, total, i, work, scores, 0)  # [64, M]
-        mbarrier.wait(barriers.p_free.index(0), (j & 1) ^ 1)
+        mbarrier.wait(barriers.p_empty.index(0), (j & 1) ^ 1)
         tiles.p.store(to_register_order(p).to(tiles.p.dtype))
-        mbarrier.arrive(barriers.p.index(0), count=1)
-        mbarrier.arrive(barriers.q_free.index(stage), count=1)
-        grad_full = barriers.grad.index(grad_stage)
+        mbarrier.arrive(barriers.p_full.index(0), count=1)
+        mbarrier.arrive(barriers.q_empty.index(stage), count=1)
+        grad_full = barriers.grad_full.index(grad_stage)
         grad = wait_grad(tiles, grad_full, grad_stage, grad_phase, work.num_rows - i * M, CONFIG)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), A), grad, dv, is_async=True)
         i += 1
         if i == work.rows.count:
             i = 0
-        stage, phase = turn_of(j + 1, CONFIG.num_stages)
-        full = barriers.q.index(stage)
+        stage, phase = stage_of(j + 1, CONFIG.num_stages)
+        full = barriers.q_full.index(stage)
         if exchange.ds is not None:
             first = warpgroup_mma_wait(1, deps=[first])
             if j > 0:
                 store_dq(exchange, first, last * PIECES, W)
             second = start_dq_piece(exchange, tiles.k, last, 1, W)
             dv = warpgroup_mma_wait(1, deps=[dv])
-            mbarrier.arrive(barriers.grad_free.index(grad_stage), count=1)
+            mbarrier.arrive(barriers.grad_empty.index(grad_stage), count=1)
             q = wait_q(tiles, full, stage, phase, work.num_rows - i * M, CONFIG)
             s = start_scores(k, q, zero, CONFIG)
             second = warpgroup_mma_wait(SCORE_PRODUCTS, deps=[second])
             if j > 0:
-                mbarrier.arrive(exchange.ds_free.index(last & 1), count=1)
+                mbarrier.arrive(exchange.ds_empty.index(last & 1), count=1)
                 store_dq(exchange, second, last * PIECES + 1, W)
             s = warpgroup_mma_wait(0, deps=[s])
         else:
             q = wait_q(tiles, full, stage, phase, work.num_rows - i * M, CONFIG)
             s = start_scores(k, q, zero, CONFIG)
             dv = warpgroup_mma_wait(SCORE_PRODUCTS, deps=[dv])
-            mbarrier.arrive(barriers.grad_free.index(grad_stage), count=1)
+            mbarrier.arrive(barriers.grad_empty.index(grad_stage), count=1)
             s = warpgroup_mma_wait(0, deps=[s])
     if exchange.ds is not None:
         if work.steps > 0:
@@ -253,7 +260,13 @@ def mma_dk(
     CONFIG: gl.constexpr,  # HopperBackwardConfig
 ):
     """The mma role of consumer 1: computes ds and dk [64, head_dim], stores dk, sums up ds for
-    sink logits, and makes the last columns of dq."""
+    sink logits, and makes the last columns of dq.
+
+    Step j as in `mma_dv`; ds of j is worked out, and handed over, under the first piece; with
+    head_dim 192 there is no piece b:
+
+        > dq a j-1   > dk j   < dq a   > dq b j-1   < dk   > dp j+1   < dq b   < dp
+    """
     tiles = memory.tiles
     exchange = memory.exchange
     barriers = memory.barriers
@@ -274,14 +287,14 @@ def mma_dk(
     dk = gl.zeros([HALF, DIM], gl.float32, ACC)
     sinks = start_sinks(out, zero, 0)
     i = work.kv_head * 0
-    grad = wait_grad(tiles, barriers.grad.index(0), i, 0, work.num_rows, CONFIG)
+    grad = wait_grad(tiles, barriers.grad_full.index(0), i, 0, work.num_rows, CONFIG)
     dp = warpgroup_mma(v, grad.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma_wait(0, deps=[dp])
 
     for j in range(work.steps):
         last = j - 1
-        stage, phase = turn_of(j, CONFIG.num_stages)
-        grad_stage, grad_phase = turn_of(j, CONFIG.grad_stages)
+        stage, phase = stage_of(j, CONFIG.num_stages)
+        grad_stage, grad_phase = stage_of(j, CONFIG.grad_stages)
         if exchange.ds is not None:
             wait_ds(exchange, last)
             first = start_dq_piece(exchange, tiles.k, last, 0, W)
@@ -290,38 +303,38 @@ def mma_dk(
             dp -= delta
         else:  # for p that is scaled
             dp = dp * 2.0**-P_EXPONENT - delta
-        mbarrier.arrive(barriers.grad_free.index(grad_stage), count=1)
-        mbarrier.wait(barriers.p.index(0), j & 1)
+        mbarrier.arrive(barriers.grad_empty.index(grad_stage), count=1)
+        mbarrier.wait(barriers.p_full.index(0), j & 1)
         ORDER: gl.constexpr = to_register_order(dp).type.layout
         p = from_register_order(tiles.p.load(ORDER), S).to(gl.float32)
-        mbarrier.arrive(barriers.p_free.index(0), count=1)
+        mbarrier.arrive(barriers.p_empty.index(0), count=1)
         ds_fp32 = p * dp
         ds = ds_fp32.to(dtype)  # [64, M]
         # p was made after its tile's weights had come
         weight = tiles.weight.index(stage)
         sinks = add_to_sinks(sinks, out, ds_fp32, weight, i + 1 == work.rows.count)
         if exchange.ds is not None:
-            mbarrier.wait(exchange.ds_free.index(j & 1), ((j >> 1) & 1) ^ 1)
+            mbarrier.wait(exchange.ds_empty.index(j & 1), ((j >> 1) & 1) ^ 1)
             exchange.ds.index(j & 1).store(ds)
             fence_async_shared()
             mbarrier.arrive(exchange.ds_full.index(j & 1), count=1)
-        q = wait_q(tiles, barriers.q.index(stage), stage, phase, work.num_rows - i * M, CONFIG)
+        q = wait_q(tiles, barriers.q_full.index(stage), stage, phase, work.num_rows - i * M, CONFIG)
         dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         i += 1
         if i == work.rows.count:
             i = 0
-        grad_stage, grad_phase = turn_of(j + 1, CONFIG.grad_stages)
-        grad_full = barriers.grad.index(grad_stage)
+        grad_stage, grad_phase = stage_of(j + 1, CONFIG.grad_stages)
+        grad_full = barriers.grad_full.index(grad_stage)
         if exchange.ds is not None:
             first = warpgroup_mma_wait(1, deps=[first])
             if j > 0:
                 store_dq(exchange, first, last * PIECES, W)
                 if PIECES == 1:
-                    mbarrier.arrive(exchange.ds_free.index(last & 1), count=1)
+                    mbarrier.arrive(exchange.ds_empty.index(last & 1), count=1)
             if PIECES > 1:
                 second = start_dq_piece(exchange, tiles.k, last, 1, W)
             dk = warpgroup_mma_wait(PIECES - 1, deps=[dk])
-            mbarrier.arrive(barriers.q_free.index(stage), count=1)
+            mbarrier.arrive(barriers.q_empty.index(stage), count=1)
             grad = wait_grad(
                 tiles, grad_full, grad_stage, grad_phase, work.num_rows - i * M, CONFIG
             )
@@ -329,7 +342,7 @@ def mma_dk(
             if PIECES > 1:
                 second = warpgroup_mma_wait(1, deps=[second])
                 if j > 0:
-                    mbarrier.arrive(exchange.ds_free.index(last & 1), count=1)
+                    mbarrier.arrive(exchange.ds_empty.index(last & 1), count=1)
                     store_dq(exchange, second, last * PIECES + 1, W)
             dp = warpgroup_mma_wait(0, deps=[dp])
         else:
@@ -338,7 +351,7 @@ def mma_dk(
             )
             dp = warpgroup_mma(v, grad.permute((1, 0)), zero, use_acc=False, is_async=True)
             dk = warpgroup_mma_wait(1, deps=[dk])
-            mbarrier.arrive(barriers.q_free.index(stage), count=1)
+            mbarrier.arrive(barriers.q_empty.index(stage), count=1)
             dp = warpgroup_mma_wait(0, deps=[dp])
     if exchange.ds is not None:
         if work.steps > 0:

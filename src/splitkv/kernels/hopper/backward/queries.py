@@ -29,8 +29,14 @@ from splitkv.kernels.hopper.backward.key_tile import locate_tokens
 from splitkv.kernels.hopper.backward.records import HALF
 from splitkv.kernels.hopper.backward.shared_memory import SWIZZLED
 from splitkv.kernels.hopper.backward.split_sums import LeftSums, add_up_left
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals, async_load, next_slot, reinterpret
-from splitkv.kernels.hopper.primitives.zero_rows import all_cleared, clear_behind
+from splitkv.kernels.hopper.primitives.named_barriers import all_cleared
+from splitkv.kernels.hopper.primitives.tma_ring import (
+    async_load,
+    make_barriers,
+    next_stage,
+    reinterpret,
+)
+from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 from splitkv.kernels.tile.band import Bounds, visible, visited_tiles
 from splitkv.kernels.tile.visit import tile_and_lane
 
@@ -65,11 +71,12 @@ class QueryMemory(NamedTuple):
 
 
 class QueryBarriers(NamedTuple):
-    """Barriers of the rows [1], and of tiles of the ring, full and free in turn [STAGES]."""
+    """Barriers: the rows are there [1]; tiles of the ring are there (full), or may be overwritten
+    (empty) [STAGES]."""
 
-    rows: Any
+    rows_full: Any
     full: Any
-    free: Any
+    empty: Any
 
 
 class QueryWork(NamedTuple):
@@ -123,22 +130,24 @@ def load_query_role(desc, boxes, barriers, work):
     STAGES: gl.constexpr = barriers.full.shape[0]
     V_STEP: gl.constexpr = boxes.v.shape[0] // STAGES
     at = [work.sequence, work.first_q + work.t, work.head, 0]
-    mbarrier.expect(barriers.rows.index(0), desc.q.block_type.nbytes + desc.grad.block_type.nbytes)
-    async_load(desc.q, at, barriers.rows.index(0), boxes.q)
-    async_load(desc.grad, at, barriers.rows.index(0), boxes.grad)
+    mbarrier.expect(
+        barriers.rows_full.index(0), desc.q.block_type.nbytes + desc.grad.block_type.nbytes
+    )
+    async_load(desc.q, at, barriers.rows_full.index(0), boxes.q)
+    async_load(desc.grad, at, barriers.rows_full.index(0), boxes.grad)
     stage = work.kv_head * 0
     phase = stage + 1
     for j in range(work.count + 1):
         tile = gl.where(j < work.near, j, j + work.skip)
         at = [work.sequence, work.first_k + tile * TILE_N, work.kv_head, 0]
-        mbarrier.wait(barriers.free.index(stage), phase)
+        mbarrier.wait(barriers.empty.index(stage), phase)
         mbarrier.expect(barriers.full.index(stage), desc.k.block_type.nbytes)
         async_load(desc.k, at, barriers.full.index(stage), boxes.k.index(stage))
-        stage, phase = next_slot(stage, phase, STAGES)
-        mbarrier.wait(barriers.free.index(stage), phase)
+        stage, phase = next_stage(stage, phase, STAGES)
+        mbarrier.wait(barriers.empty.index(stage), phase)
         mbarrier.expect(barriers.full.index(stage), desc.v.block_type.nbytes)
         async_load(desc.v, at, barriers.full.index(stage), boxes.v.index(stage * V_STEP))
-        stage, phase = next_slot(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -191,7 +200,7 @@ def mma_query_role(
     dq = gl.zeros([HALF, DIM], gl.float32, ACC)
     q = tiles.q.slice(W * HALF, HALF)
     grad = tiles.grad.slice(W * HALF, HALF)
-    mbarrier.wait(barriers.rows.index(0), 0)
+    mbarrier.wait(barriers.rows_full.index(0), 0)
     stage = work.kv_head * 0
     phase = stage
     start = gl.where(work.near > 0, 0, work.skip) * TILE_N
@@ -205,26 +214,26 @@ def mma_query_role(
     p = query_weights(s, total, scale_log2, bounds, pos, start, work.len_k)
     dp = warpgroup_mma_wait(0, deps=[dp])
     for j in range(work.count):
-        mbarrier.arrive(barriers.free.index(v_stage), count=1)
+        mbarrier.arrive(barriers.empty.index(v_stage), count=1)
         ds = gl.convert_layout((p * (dp - delta)).to(dtype), A)
         dq = warpgroup_mma(ds, tiles.k.index(stage), dq, is_async=True)
 
         # weights of the next tile of keys
         before = stage
-        stage, phase = next_slot(v_stage, v_phase, STAGES)
-        v_stage, v_phase = next_slot(stage, phase, STAGES)
+        stage, phase = next_stage(v_stage, v_phase, STAGES)
+        v_stage, v_phase = next_stage(stage, phase, STAGES)
         start = gl.where(j + 1 < work.near, j + 1, j + 1 + work.skip) * TILE_N
         k = wait_ring(tiles.k, barriers, stage, phase, work.len_k - start, W)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         if TILE_N * 4 == DIM:  # the ring has one of k and v: v is loaded under s
             dq = warpgroup_mma_wait(1, deps=[dq])
-            mbarrier.arrive(barriers.free.index(before), count=1)
+            mbarrier.arrive(barriers.empty.index(before), count=1)
             v = wait_ring(tiles.v, barriers, v_stage, v_phase, work.len_k - start, W)
             dp = warpgroup_mma(grad, v.permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
         else:
             s, dq = warpgroup_mma_wait(0, deps=[s, dq])  # dp has room where ds was
-            mbarrier.arrive(barriers.free.index(before), count=1)
+            mbarrier.arrive(barriers.empty.index(before), count=1)
             v = wait_ring(tiles.v, barriers, v_stage, v_phase, work.len_k - start, W)
             dp = warpgroup_mma(grad, v.permute((1, 0)), zero, use_acc=False, is_async=True)
         p = query_weights(s, total, scale_log2, bounds, pos, start, work.len_k)
@@ -258,7 +267,11 @@ def allocate_query_memory(desc, STAGES: gl.constexpr):
         k=reinterpret(ring, dtype, [STAGES, TILE_N, DIM], SWIZZLED),
         v=reinterpret(ring, dtype, [V_STAGES, TILE_N, DIM_V], SWIZZLED),
     )
-    return boxes, tiles, QueryBarriers(arrivals(1, 1), arrivals(STAGES, 1), arrivals(STAGES, 2))
+    return (
+        boxes,
+        tiles,
+        QueryBarriers(make_barriers(1, 1), make_barriers(STAGES, 1), make_barriers(STAGES, 2)),
+    )
 
 
 @gluon.jit(do_not_specialize=SIZES)

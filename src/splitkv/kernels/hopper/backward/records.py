@@ -94,21 +94,22 @@ class BackwardTiles(NamedTuple):
 
 
 class BackwardBarriers(NamedTuple):
-    """Barriers between the roles; those of stages are full and free in turn.
+    """Barriers between the roles: what is there (full), what may be overwritten (empty).
 
-    kv                  k and v have arrived [1]
-    q, q_free           q and its statistics [num_stages]; where there is no `grad`, of that, too
-    grad, grad_free     the gradient of the output and delta [grad_stages]; None: with q
-    p, p_free           p [1]; None: not exchanged
+    kv_full                 k and v [1], which stay
+    q_full, q_empty         q, total and weights [num_stages]; with grad and delta where these have
+                            no barriers of their own
+    grad_full, grad_empty   the gradient of the output and delta [grad_stages]; None: with q
+    p_full, p_empty         p, from one consumer to the other [1]; None: not exchanged
     """
 
-    kv: Any
-    q: Any
-    q_free: Any
-    grad: Any
-    grad_free: Any
-    p: Any
-    p_free: Any
+    kv_full: Any
+    q_full: Any
+    q_empty: Any
+    grad_full: Any
+    grad_empty: Any
+    p_full: Any
+    p_empty: Any
 
 
 class DqExchange(NamedTuple):
@@ -117,16 +118,17 @@ class DqExchange(NamedTuple):
     ds                  [2, TILE_N, TILE_M]
     sums                fp32 halves of a tile of dq, or a piece of each consumer [2, rows, 256] in
                         the order of registers, see `store_dq`
-    ds_full, ds_free    barriers of ds [2]
-    sums_full, sums_free   barriers of the halves or pieces [2]
+    ds_full, ds_empty       barriers of ds [2]; the same ones where nobody waits for ds_empty, see
+                            `allocate_dq_halves`
+    sums_full, sums_empty   barriers of the halves or pieces, of each consumer [2]
     """
 
     ds: Any
     sums: Any
     ds_full: Any
-    ds_free: Any
+    ds_empty: Any
     sums_full: Any
-    sums_free: Any
+    sums_empty: Any
 
 
 class BackwardMemory(NamedTuple):

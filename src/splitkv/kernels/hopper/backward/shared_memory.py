@@ -16,7 +16,7 @@ from splitkv.kernels.hopper.backward.records import (
     BackwardTiles,
     DqExchange,
 )
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals, reinterpret
+from splitkv.kernels.hopper.primitives.tma_ring import make_barriers, reinterpret
 
 SUM_COLUMNS = gl.constexpr(256)  # of the sums of dq as TMA sees them: as many as it takes
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -76,13 +76,13 @@ def allocate_rows_apart(inputs, boxes, STAGES: gl.constexpr, GRAD_STAGES: gl.con
         grad_strips=reinterpret(boxes.grad, dtype, [GRAD_STRIPS, 16, 64], SWIZZLED),
     )
     barriers = BackwardBarriers(
-        kv=arrivals(1, 1),
-        q=arrivals(STAGES, 2),  # TMA, and the warp that copies statistics
-        q_free=arrivals(STAGES, 2),
-        grad=arrivals(GRAD_STAGES, 2),
-        grad_free=arrivals(GRAD_STAGES, 2),
-        p=arrivals(1, 1),
-        p_free=arrivals(1, 1),
+        kv_full=make_barriers(1, 1),
+        q_full=make_barriers(STAGES, 2),  # TMA, and the warp that copies statistics
+        q_empty=make_barriers(STAGES, 2),
+        grad_full=make_barriers(GRAD_STAGES, 2),
+        grad_empty=make_barriers(GRAD_STAGES, 2),
+        p_full=make_barriers(1, 1),
+        p_empty=make_barriers(1, 1),
     )
     return tiles, barriers
 
@@ -97,11 +97,13 @@ def allocate_dq_halves(inputs, sums_desc):
     ROWS: gl.constexpr = sums_desc.block_type.shape[0]
     ds = gl.allocate_shared_memory(dtype, [2, TILE_N, TILE_M], SWIZZLED)
     sums = gl.allocate_shared_memory(gl.float32, [2, ROWS, SUM_COLUMNS], sums_desc.layout)
-    ds_full = arrivals(2, 2)
-    ds_free = ds_full
+    ds_full = make_barriers(2, 2)
+    # With dq made at once a consumer writes ds of step j + 2 after the other has written that of
+    # j + 1, for which that has waited for its product with ds of j, in the same place.
+    ds_empty = ds_full
     if DIM == 64:  # dq is made a step late
-        ds_free = arrivals(2, 2)
-    return DqExchange(ds, sums, ds_full, ds_free, arrivals(2, 1), arrivals(2, 1))
+        ds_empty = make_barriers(2, 2)
+    return DqExchange(ds, sums, ds_full, ds_empty, make_barriers(2, 1), make_barriers(2, 1))
 
 
 @gluon.jit
@@ -112,7 +114,7 @@ def allocate_dq_pieces(inputs, sums_desc):
     TILE_N: gl.constexpr = inputs.k.block_type.shape[1]
     ROWS: gl.constexpr = sums_desc.block_type.shape[0]
     ds = gl.allocate_shared_memory(dtype, [2, TILE_N, TILE_M], SWIZZLED)
-    ds_full = arrivals(2, 1)
-    ds_free = arrivals(2, 2)
+    ds_full = make_barriers(2, 1)
+    ds_empty = make_barriers(2, 2)
     piece = gl.allocate_shared_memory(gl.float32, [2, ROWS, SUM_COLUMNS], sums_desc.layout)
-    return DqExchange(ds, piece, ds_full, ds_free, arrivals(2, 1), arrivals(2, 1))
+    return DqExchange(ds, piece, ds_full, ds_empty, make_barriers(2, 1), make_barriers(2, 1))

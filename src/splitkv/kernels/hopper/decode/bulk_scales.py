@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.primitives.cluster import exchange_at, wait_at
-from splitkv.kernels.hopper.primitives.inline_asm import act
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
 from splitkv.kernels.hopper.primitives.tma_ring import tile_at_place
 from splitkv.kernels.limits.hopper_decode_split import bulk_bytes
 
@@ -63,7 +63,7 @@ def allocate_bulk_scales(EXCHANGED: gl.constexpr, CONFIG: gl.constexpr):
     BYTES: gl.constexpr = bytes_of_stages(CONFIG.num_stages, CONFIG.tile_n, CONFIG.scale_heads)
     stages = exchange_at(EXCHANGED + BYTES)
     CODE: gl.constexpr = init_bulk_barriers(CONFIG.num_stages)
-    act(CODE, "r", (barrier_of_stage(stages, 0, CONFIG),))
+    run_ptx(CODE, "r", (barrier_of_stage(stages, 0, CONFIG),))
     return stages
 
 
@@ -91,7 +91,7 @@ def issue_bulk_scales(scales, kv, split, stage, tile, CONFIG: gl.constexpr):
     into = scales.stages + stage * (8 * TILE_N * HEADS)
     k_scales, v_scales = scales.pointers.k_ptr + near, scales.pointers.v_ptr + near
     CODE: gl.constexpr = issue_copies(4 * TILE_N * HEADS)
-    act(CODE, "r,r,r,l,l,r", (barrier, 2 * each, into, k_scales, v_scales, each))
+    run_ptx(CODE, "r,r,r,l,l,r", (barrier, 2 * each, into, k_scales, v_scales, each))
 
 
 @gluon.jit

@@ -57,9 +57,11 @@ def merge_cluster(softmax, output, place, row_ok, CONFIG: gl.constexpr):
     S: gl.constexpr = acc.type.layout
     TILE_M: gl.constexpr = acc.shape[0]
     SLICE: gl.constexpr = DIM_V // SPLITS
+    # A program's exchange has, of its slice of columns, acc [SPLITS, ROWS, SLICE] of every split;
+    # then, of all columns, m [SPLITS, ROWS] and l [SPLITS, ROWS].
     ROW_BYTES: gl.constexpr = 4 * SLICE
     SPLIT_BYTES: gl.constexpr = ROWS * ROW_BYTES
-    STATISTICS: gl.constexpr = ROWS * 4 * DIM_V  # m, then l
+    STATISTICS: gl.constexpr = ROWS * 4 * DIM_V
     base = exchange_at(exchange_bytes_of(ROWS, DIM_V, SPLITS))
 
     offs_m = gl.arange(0, TILE_M, layout=gl.SliceLayout(1, S))[:, None]
@@ -69,7 +71,7 @@ def merge_cluster(softmax, output, place, row_ok, CONFIG: gl.constexpr):
     wait_cluster()  # all of them run
     send(at, offs_v // SLICE + offs_m * 0, acc, ok & (offs_v >= 0))
     WIDTH: gl.constexpr = 8 * gl.num_warps()
-    to = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, S))[None, :]
+    to = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, S))[None, :]  # whom m and l go to: all
     every = ok & (to < SPLITS)
     at = base + STATISTICS + (place.split * ROWS + offs_m) * 4 + to * 0
     zero = gl.zeros([TILE_M, WIDTH], gl.float32, S)
@@ -100,15 +102,15 @@ def merge_cluster(softmax, output, place, row_ok, CONFIG: gl.constexpr):
     of_rows = base + STATISTICS + there * 4
     wait_cluster()
     m = gl.full([TILE_M], float("-inf"), gl.float32, M)
-    for p in gl.static_range(SPLITS):
-        m = gl.maximum(m, received(of_rows + p * ROWS * 4))
+    for n in gl.static_range(SPLITS):
+        m = gl.maximum(m, received(of_rows + n * ROWS * 4))
     top = finite_or_zero(m)
     l = gl.zeros([TILE_M], gl.float32, M)
     acc = gl.zeros([TILE_M, SLICE], gl.float32, L)
-    for p in gl.static_range(SPLITS):
-        weight = gl.exp2(received(of_rows + p * ROWS * 4) - top)
-        l += weight * received(of_rows + (SPLITS + p) * ROWS * 4)
-        acc += weight[:, None] * received(mine + p * SPLIT_BYTES)
+    for n in gl.static_range(SPLITS):
+        weight = gl.exp2(received(of_rows + n * ROWS * 4) - top)
+        l += weight * received(of_rows + (SPLITS + n) * ROWS * 4)
+        acc += weight[:, None] * received(mine + n * SPLIT_BYTES)
     out, lse = finish(acc, m, l, sink_log2)
     final = output.final
     gl.store(out_ptrs, encode_out(out, final), mask=ok[:, None])

@@ -9,7 +9,8 @@ differs in how keys arrive. Five entry points share device functions; each reads
     kernel_append.py     new tokens are written first; of either height
     kernel_persistent.py by a schedule of the step; 16 or 32 rows
 
-What they work on is named in records.py. Split s of n takes the tiles s, s + n, s + 2n, ...: all
+What they work on is named in records.py; kernels/hopper/README.md says in which order to read the
+others. Split s of n takes the tiles s, s + n, s + 2n, ...: all
 SMs then read neighbouring tiles at the same time, which the memory serves faster than n distant
 ranges, and no program has to divide. By the fixed rule a split is a range of keys, whatever else
 there is. Two, four or eight splits may be a cluster, which merges them itself: cluster_merge.py.

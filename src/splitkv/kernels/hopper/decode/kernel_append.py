@@ -34,7 +34,7 @@ from splitkv.kernels.hopper.decode.split_range import (
     prefetch_first_page_id,
 )
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.hopper.primitives.tma_ring import make_barriers
 from splitkv.kernels.tile.band import Bounds, token_range
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.new import AngleTable, NewStrides, NewTokens, grown, seen_tiles, start_of
@@ -100,7 +100,9 @@ def decode_append(
     share = Share(parts, size, programs)
     k_steps = gather_steps(k_strides, CONFIG)
     v_steps = gather_steps(v_strides, CONFIG)
-    kv = KVCache(k, v, table_ptr, stride_table, k_steps, v_steps)
+    kv = KVCache(
+        k=k, v=v, table_ptr=table_ptr, stride_table=stride_table, k_steps=k_steps, v_steps=v_steps
+    )
     if left is None and programs is None:  # where the split starts needs no length
         prefetch_first_page_id(kv, program, share, seqlen_k, CONFIG)
     keys = seqlen_k
@@ -112,39 +114,41 @@ def decode_append(
     kv_head, row_tile = locate_rows_of_head(program.head_tile, seqlen_q, CONFIG)
     first_token, last_token = token_range(row_tile, seqlen_q, CONFIG.group, CONFIG.tile_m)
     work = Work(
-        lens_ptr,
-        seqlen_k,
-        seqlen_q,
-        program.sequence,
-        program.split,
-        parts,
-        size,
-        bounds,
-        first_token,
-        last_token,
+        lens_ptr=lens_ptr,
+        max_keys=seqlen_k,
+        seqlen_q=seqlen_q,
+        sequence=program.sequence,
+        split=program.split,
+        num_splits=parts,
+        split_tiles=size,
+        bounds=bounds,
+        first_token=first_token,
+        last_token=last_token,
     )
     arrive_running(CONFIG.cluster_size)
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
-    scales = KeyScales(None, None, None, None)
-    full = arrivals(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
-    ring = Ring(k_boxes, v_boxes, full, None, k_tiles, v_tiles)
+    scales = KeyScales(pointers=None, stages=None, stride_b=None, stride_n=None)
+    full = make_barriers(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
+    ring = Ring(
+        k_boxes=k_boxes, v_boxes=v_boxes, full=full, empty=None, k_tiles=k_tiles, v_tiles=v_tiles
+    )
     if programs is not None:
-        rule = BatchRule(programs, batch, seqlen_new, capacity)
-        sequence, index, num_splits = locate_in_batch(work, rule, growth, CONFIG)
+        rule = BatchRule(programs=programs, batch=batch, seqlen_new=seqlen_new, capacity=capacity)
+        sequence, split_of_sequence, num_splits = locate_in_batch(work, rule, growth, CONFIG)
         if sequence >= batch:
             return
         work = Work(
-            lens_ptr,
-            seqlen_k,
-            seqlen_q,
-            sequence,
-            index,
-            num_splits,
-            None,
-            bounds,
-            first_token,
-            last_token,
+            lens_ptr=lens_ptr,
+            max_keys=seqlen_k,
+            seqlen_q=seqlen_q,
+            sequence=sequence,
+            split=split_of_sequence,
+            num_splits=num_splits,
+            split_tiles=None,
+            bounds=bounds,
+            first_token=first_token,
+            last_token=last_token,
         )
         length = grown(lens_ptr, growth, work.sequence, True, seqlen_new, capacity)
         keys = length.keys
@@ -166,12 +170,33 @@ def decode_append(
         rotation = Rotation(turn, angles, start, q_step)
     q_of_sequence = q_ptr + split.sequence.to(gl.int64) * q_strides.b
     queries = QueryRows(
-        q_of_sequence, kv_head, row_tile, seqlen_q, q_strides.t, q_strides.h, rotation
+        q_ptr=q_of_sequence,
+        kv_head=kv_head,
+        row_tile=row_tile,
+        seqlen_q=seqlen_q,
+        stride_t=q_strides.t,
+        stride_h=q_strides.h,
+        rotation=rotation,
     )
     of_q = Strides(stride_qsb, stride_qst, stride_qsh)
     of_kv = Strides(stride_sb, None, stride_sh)
-    terms = ScoreTerms(row, head_scales, stride_slope, of_q, of_kv, scale, softcap)
-    output = Output(final, partial, row.sink_ptr, seqlen_q, num_kv_heads, out_strides)
+    terms = ScoreTerms(
+        row=row,
+        head_scales=head_scales,
+        slope_stride=stride_slope,
+        q_strides=of_q,
+        kv_strides=of_kv,
+        scale=scale,
+        softcap=softcap,
+    )
+    output = Output(
+        final=final,
+        partial=partial,
+        sink_ptr=row.sink_ptr,
+        seqlen_q=seqlen_q,
+        num_kv_heads=num_kv_heads,
+        strides=out_strides,
+    )
     rows = locate_rows(kv_head, row_tile, seqlen_q, CONFIG)
     partial_rows = locate_partial_rows(program.slot, seqlen_q, CONFIG)
     if (work.split >= split.num_splits) & (not CONFIG.cluster_size):  # a cluster merges with all

@@ -26,7 +26,7 @@ from splitkv.kernels.hopper.decode.records import (
 from splitkv.kernels.hopper.decode.ring import allocate_boxes
 from splitkv.kernels.hopper.decode.walk_roles import StepShares, WalkInputs, run_roles
 from splitkv.kernels.hopper.decode.write_role import WRITTEN_AHEAD, AppendedTokens
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.hopper.primitives.tma_ring import make_barriers
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.new import AngleTable, NewStrides
@@ -93,24 +93,48 @@ def decode_walk(
     sizes = seqlen_q, batch, head_tiles, programs
     step = DecodeStep(lens_ptr, bounds, *sizes, CONFIG.split_tiles, *added)
     shares = StepShares(starts_ptr, step, group, program)
-    kv = KVCache(k, v, table_ptr, stride_table, None, None)
+    kv = KVCache(
+        k=k, v=v, table_ptr=table_ptr, stride_table=stride_table, k_steps=None, v_steps=None
+    )
     k_boxes, k_tiles = allocate_boxes(k, CONFIG.dim_k, CONFIG)
     v_boxes, v_tiles = allocate_boxes(v, CONFIG.dim_v, CONFIG)
-    scales = KeyScales(key_scales, allocate_scale_stages(CONFIG), stride_sb, stride_sn)
-    full = arrivals(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
-    empty = arrivals(CONFIG.num_stages, 1)
-    ring = Ring(k_boxes, v_boxes, full, empty, k_tiles, v_tiles)
+    scales = KeyScales(
+        pointers=key_scales,
+        stages=allocate_scale_stages(CONFIG),
+        stride_b=stride_sb,
+        stride_n=stride_sn,
+    )
+    full = make_barriers(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
+    empty = make_barriers(CONFIG.num_stages, 1)
+    ring = Ring(
+        k_boxes=k_boxes, v_boxes=v_boxes, full=full, empty=empty, k_tiles=k_tiles, v_tiles=v_tiles
+    )
     of_q = Strides(stride_qsb, stride_qst, stride_qsh)
     of_kv = Strides(stride_sb, None, stride_sh)
-    terms = ScoreTerms(row, head_scales, stride_slope, of_q, of_kv, scale, softcap)
-    output = Output(final, partial, row.sink_ptr, seqlen_q, num_kv_heads, out_strides)
+    terms = ScoreTerms(
+        row=row,
+        head_scales=head_scales,
+        slope_stride=stride_slope,
+        q_strides=of_q,
+        kv_strides=of_kv,
+        scale=scale,
+        softcap=softcap,
+    )
+    output = Output(
+        final=final,
+        partial=partial,
+        sink_ptr=row.sink_ptr,
+        seqlen_q=seqlen_q,
+        num_kv_heads=num_kv_heads,
+        strides=out_strides,
+    )
     tokens = None
     if seqlen_new is not None:
         of_scales = Strides(new_scale_strides.b, None, new_scale_strides.h)
         strides = NewStrides(new_k_strides, k_strides, new_v_strides, v_strides, of_scales)
         angles = AngleTable(rotary_rows, stride_cos, stride_sin)
-        written = arrivals(WRITTEN_AHEAD, 1)
-        taken = arrivals(WRITTEN_AHEAD, 1)
+        written = make_barriers(WRITTEN_AHEAD, 1)
+        taken = make_barriers(WRITTEN_AHEAD, 1)
         tokens = AppendedTokens(new, turn, strides, angles, slabs, q_step, written, taken)
     tl.extra.cuda.gdc_wait()  # for the schedule, and all before it
     tl.extra.cuda.gdc_launch_dependents()  # combine, which reads a schedule that is given at once

@@ -36,7 +36,7 @@ from splitkv.kernels.hopper.decode.split_range import (
 )
 from splitkv.kernels.hopper.decode.wgmma_loop import wgmma_loop
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
-from splitkv.kernels.hopper.primitives.tma_ring import arrivals
+from splitkv.kernels.hopper.primitives.tma_ring import make_barriers
 from splitkv.kernels.tile.band import Bounds, load_sink_tokens, token_range
 from splitkv.kernels.tile.decode_sizes import SIZES
 from splitkv.kernels.tile.share import Share
@@ -87,7 +87,9 @@ def decode_wgmma(
         sink_tokens = load_sink_tokens(row.sink_tokens_ptr, program.sequence)
     bounds = Bounds(left, right, sink_tokens)
     share = Share(parts, size, programs)
-    kv = KVCache(k, v, table_ptr, stride_table, None, None)
+    kv = KVCache(
+        k=k, v=v, table_ptr=table_ptr, stride_table=stride_table, k_steps=None, v_steps=None
+    )
     if left is None and programs is None:  # where the split starts needs no length
         prefetch_first_page_id(kv, program, share, seqlen_k, CONFIG)
     keys = seqlen_k
@@ -98,40 +100,46 @@ def decode_wgmma(
     kv_head, row_tile = locate_rows_of_head(program.head_tile, seqlen_q, CONFIG)
     first_token, last_token = token_range(row_tile, seqlen_q, CONFIG.group, CONFIG.tile_m)
     work = Work(
-        lens_ptr,
-        seqlen_k,
-        seqlen_q,
-        program.sequence,
-        program.split,
-        parts,
-        size,
-        bounds,
-        first_token,
-        last_token,
+        lens_ptr=lens_ptr,
+        max_keys=seqlen_k,
+        seqlen_q=seqlen_q,
+        sequence=program.sequence,
+        split=program.split,
+        num_splits=parts,
+        split_tiles=size,
+        bounds=bounds,
+        first_token=first_token,
+        last_token=last_token,
     )
     arrive_running(CONFIG.cluster_size)
     if partial is not None:  # combine waits for this grid before it reads partials
         tl.extra.cuda.gdc_launch_dependents()
-    scales = KeyScales(key_scales, allocate_scale_stages(CONFIG), stride_sb, stride_sn)
-    full = arrivals(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
-    ring = Ring(k_boxes, v_boxes, full, None, k_tiles, v_tiles)
+    scales = KeyScales(
+        pointers=key_scales,
+        stages=allocate_scale_stages(CONFIG),
+        stride_b=stride_sb,
+        stride_n=stride_sn,
+    )
+    full = make_barriers(CONFIG.num_stages, arrivals_per_tile(CONFIG, gl.num_warps()))
+    ring = Ring(
+        k_boxes=k_boxes, v_boxes=v_boxes, full=full, empty=None, k_tiles=k_tiles, v_tiles=v_tiles
+    )
     if programs is not None:
-        sequence, index, num_splits = locate_in_batch(
-            work, BatchRule(programs, batch, None, None), None, CONFIG
-        )
+        rule = BatchRule(programs=programs, batch=batch, seqlen_new=None, capacity=None)
+        sequence, split_of_sequence, num_splits = locate_in_batch(work, rule, None, CONFIG)
         if sequence >= batch:
             return
         work = Work(
-            lens_ptr,
-            seqlen_k,
-            seqlen_q,
-            sequence,
-            index,
-            num_splits,
-            None,
-            bounds,
-            first_token,
-            last_token,
+            lens_ptr=lens_ptr,
+            max_keys=seqlen_k,
+            seqlen_q=seqlen_q,
+            sequence=sequence,
+            split=split_of_sequence,
+            num_splits=num_splits,
+            split_tiles=None,
+            bounds=bounds,
+            first_token=first_token,
+            last_token=last_token,
         )
         keys = load_num_keys(work)
 
@@ -141,11 +149,34 @@ def decode_wgmma(
 
     # rows
     q_of_sequence = q_ptr + split.sequence.to(gl.int64) * q_strides.b
-    queries = QueryRows(q_of_sequence, kv_head, row_tile, seqlen_q, q_strides.t, q_strides.h, None)
+    queries = QueryRows(
+        q_ptr=q_of_sequence,
+        kv_head=kv_head,
+        row_tile=row_tile,
+        seqlen_q=seqlen_q,
+        stride_t=q_strides.t,
+        stride_h=q_strides.h,
+        rotation=None,
+    )
     of_q = Strides(stride_qsb, stride_qst, stride_qsh)
     of_kv = Strides(stride_sb, None, stride_sh)
-    terms = ScoreTerms(row, head_scales, stride_slope, of_q, of_kv, scale, softcap)
-    output = Output(final, partial, row.sink_ptr, seqlen_q, num_kv_heads, out_strides)
+    terms = ScoreTerms(
+        row=row,
+        head_scales=head_scales,
+        slope_stride=stride_slope,
+        q_strides=of_q,
+        kv_strides=of_kv,
+        scale=scale,
+        softcap=softcap,
+    )
+    output = Output(
+        final=final,
+        partial=partial,
+        sink_ptr=row.sink_ptr,
+        seqlen_q=seqlen_q,
+        num_kv_heads=num_kv_heads,
+        strides=out_strides,
+    )
     rows = locate_rows(kv_head, row_tile, seqlen_q, CONFIG)
     partial_rows = locate_partial_rows(program.slot, seqlen_q, CONFIG)
     if (work.split >= split.num_splits) & (not CONFIG.cluster_size):  # a cluster merges with all

@@ -12,17 +12,24 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.decode.byte_pairs import SHIFT
 
-# How far a score may exceed the maximum, the bits of that in fp32, and those of such a weight.
-TOLERANCE = (3.0, 0x40400000)
-TOLERANCE_IN_8_BITS = (15.0, 0x41700000, 0x47000000)
+# How far a score may exceed the maximum of its row, in base 2, before that is raised; beside values
+# of 8 bits; and the bits of each in fp32, and of the weight of such a score there.
+TOLERANCE, TOLERANCE_BITS = 3.0, 0x40400000
+TOLERANCE_IN_8_BITS, TOLERANCE_BITS_IN_8_BITS = 15.0, 0x41700000
+WEIGHT_BITS_IN_8_BITS = gl.constexpr(0x47000000)
 LOWEST = gl.constexpr(-(2.0**100))  # the maximum of a row that has seen no key
 
 
 @gluon.constexpr_function
 def tolerance(dequantize):
-    """How far a score may exceed the running maximum of its row before that is raised, and the bits
-    of that number."""
+    """How far a score may exceed the running maximum of its row before that is raised."""
     return TOLERANCE if dequantize is None else TOLERANCE_IN_8_BITS
+
+
+@gluon.constexpr_function
+def tolerance_bits(dequantize):
+    """The bits of `tolerance` in fp32."""
+    return TOLERANCE_BITS if dequantize is None else TOLERANCE_BITS_IN_8_BITS
 
 
 @gluon.jit
@@ -32,7 +39,7 @@ def raise_maxima(m, s, CONFIG: gl.constexpr):
     LIMIT: gl.constexpr = tolerance(CONFIG.dequantize)
     top = gl.max(s, 1)
     raised = top if CONFIG.dequantize is None else top - SHIFT
-    return gl.where(top - m > LIMIT[0], raised, m)
+    return gl.where(top - m > LIMIT, raised, m)
 
 
 @gluon.jit

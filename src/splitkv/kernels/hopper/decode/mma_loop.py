@@ -19,18 +19,24 @@ from splitkv.kernels.hopper.decode.key_scales import (
     weighted,
 )
 from splitkv.kernels.hopper.decode.layouts import scores_layout, weights_layout
-from splitkv.kernels.hopper.decode.lazy_maxima import LOWEST, raise_maxima, tolerance, true_maxima
+from splitkv.kernels.hopper.decode.lazy_maxima import (
+    LOWEST,
+    WEIGHT_BITS_IN_8_BITS,
+    raise_maxima,
+    tolerance_bits,
+    true_maxima,
+)
 from splitkv.kernels.hopper.decode.records import Softmax
 from splitkv.kernels.hopper.decode.ring import load_page_ids
-from splitkv.kernels.hopper.prefill.sums import any_among, declare_any
-from splitkv.kernels.hopper.primitives.inline_asm import act
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
 from splitkv.kernels.hopper.primitives.tma_ring import (
-    first_slot,
-    foresee,
-    next_slot,
+    next_stage,
+    prefetch_page_id,
+    stage_after,
     thread_barrier,
     tile_at_place,
 )
+from splitkv.kernels.hopper.primitives.votes import any_among, declare_any
 from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 from splitkv.kernels.tile.band import all_visible, visible
 from splitkv.kernels.tile.score import score_log2
@@ -38,9 +44,41 @@ from splitkv.kernels.tile.score import score_log2
 
 @gluon.jit
 def any_exceeds(x, LIMIT: gl.constexpr):
-    """Whether any warp has a number above that with the bits LIMIT, or NaN, in x; a barrier."""
+    """Whether any warp has a number in x above that with the bits LIMIT, or NaN; all warps meet."""
     ELEMENTS: gl.constexpr = x.shape[0] * x.shape[1] // (32 * gl.num_warps())
     return any_among(x, ELEMENTS, LIMIT, 0, 32 * gl.num_warps())
+
+
+@gluon.jit
+def load_coming_page_ids(ring, kv, split, ahead, CONFIG: gl.constexpr):
+    """Loads the page ids of the tile at place `ahead`, which arrive while another is worked on;
+    None where rows are not gathered, or nothing comes."""
+    pages = None
+    if ring.empty is None and CONFIG.ring == "wraps":
+        coming = gl.minimum(ahead, split.tiles.last - 1)
+        pages = load_page_ids(kv, split, tile_at_place(split.tiles, coming), CONFIG)
+    return pages
+
+
+@gluon.jit
+def load_coming_scale_page_ids(ring, kv, split, ahead, CONFIG: gl.constexpr):
+    """Loads the same for the scales of its keys, where they are copied by the tile; else None."""
+    pages = None
+    if ring.empty is None and CONFIG.ring == "wraps" and CONFIG.key_scales == "per_tile":
+        coming = gl.minimum(ahead, split.tiles.last - 1)
+        pages = load_scale_page_ids(kv, split, tile_at_place(split.tiles, coming), CONFIG)
+    return pages
+
+
+@gluon.jit
+def refill_stage(ring, kv, scales, split, stage, ahead, pages, scale_pages, CONFIG: gl.constexpr):
+    """Copies the tile at place `ahead` into a stage that all warps have read, and prefetches the
+    page id of the one after it; pages, scale_pages: as loaded by the two functions above."""
+    tiles = split.tiles
+    tile = tile_at_place(tiles, ahead)
+    copy_tile_and_scales(ring, kv, scales, split, stage, tile, pages, scale_pages, CONFIG)
+    after = tile_at_place(tiles, gl.minimum(ahead + tiles.by, tiles.last - 1))
+    prefetch_page_id(kv, split.sequence, after, CONFIG.page_size, CONFIG.tile_n)
 
 
 @gluon.jit
@@ -50,8 +88,10 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
     q        QueryTile; scoring: RowScoring; scales: KeyScales
 
     Waits for each stage, multiplies, updates the softmax, and has the next tile copied into the
-    stage, or tells the producer warp that it may be. A thread has the same rows of acc, m and l,
-    and of acc what it has summed up.
+    stage, or tells the producer warp that it may be. Weights are worked out relative to maxima that
+    are let be as long as no weight exceeds the tolerance of lazy_maxima.py; else for all warps, as
+    each has all rows and some of the keys. A thread has the same rows of acc, m and l, and of acc
+    what it has summed up.
     """
     TILE_M: gl.constexpr = CONFIG.tile_m
     TILE_N: gl.constexpr = CONFIG.tile_n
@@ -65,7 +105,7 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
     B: gl.constexpr = gl.DotOperandLayout(1, S, 2)
     M: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = ring.v_tiles.dtype if CONFIG.dequantize is None else gl.float16
-    LIMIT: gl.constexpr = tolerance(CONFIG.dequantize)
+    LIMIT: gl.constexpr = tolerance_bits(CONFIG.dequantize)
     WEIGHTS: gl.constexpr = weights_layout(TILE_N)
     tiles, keys = split.tiles, split.num_keys
     inside = gl.arange(0, TILE_N, layout=gl.SliceLayout(0, R))[None, :]
@@ -85,17 +125,11 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
     sums = gl.zeros([ROWS, TILE_N], gl.float32, R)  # of l, added up across threads at the end
     acc = gl.zeros([TILE_M, DIM_V], gl.float32, S)
     acc_odd = acc
-    stage, phase = first_slot(ring.before, tiles.first * 0, STAGES)
+    stage, phase = stage_after(ring.before, tiles.first * 0, STAGES)
     for i in range(tiles.first, tiles.last, tiles.by):
-        ahead = i + STAGES * tiles.by
-        # page ids come while this tile is worked on
-        coming = gl.minimum(ahead, tiles.last - 1)
-        pages = None
-        scale_pages = None
-        if ring.empty is None and CONFIG.ring == "wraps":
-            pages = load_page_ids(kv, split, tile_at_place(tiles, coming), CONFIG)
-            if CONFIG.key_scales == "per_tile":
-                scale_pages = load_scale_page_ids(kv, split, tile_at_place(tiles, coming), CONFIG)
+        ahead = i + STAGES * tiles.by  # the place of the tile that comes into this stage next
+        pages = load_coming_page_ids(ring, kv, split, ahead, CONFIG)
+        scale_pages = load_coming_scale_page_ids(ring, kv, split, ahead, CONFIG)
         mbarrier.wait(ring.full.index(stage), phase)
         first_n = tile_at_place(tiles, i) * TILE_N
         if first_n + TILE_N > keys:
@@ -112,16 +146,16 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
             qk *= k_scale
         y = score_log2(qk, scale, softcap, slope, pos, offs_n) - m[:, None]
         if not all_visible(bounds, scoring.first, scoring.last, keys, first_n, TILE_N):
-            act("bar.warp.sync 0xffffffff;", "r", (first_n,))  # else ptxas asks in every tile
+            run_ptx("bar.warp.sync 0xffffffff;", "r", (first_n,))  # else ptxas asks in every tile
             y = gl.where(visible(bounds, pos, offs_n, keys), y, float("-inf"))
             if v_scale is not None:
                 v_scale = gl.where(offs_n < keys, v_scale, 1.0)  # there may be NaN
         if v_scale is not None:
             p = gl.exp2(y)
             w = p * v_scale
-            above = any_exceeds(w, LIMIT[2]) if STAGES > 1 else True
+            above = any_exceeds(w, WEIGHT_BITS_IN_8_BITS) if STAGES > 1 else True
         else:
-            above = any_exceeds(y, LIMIT[1]) if STAGES > 1 else True
+            above = any_exceeds(y, LIMIT) if STAGES > 1 else True
         if above:  # one stage is for splits of one tile, which has the first maxima
             s = score_log2(qk, scale, softcap, slope, pos, offs_n)
             s = gl.where(y == float("-inf"), y, s)
@@ -152,13 +186,8 @@ def mma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
             thread_barrier()  # all warps have read the stage and p
             if CONFIG.ring == "wraps":
                 if ahead < tiles.last:
-                    tile = tile_at_place(tiles, ahead)
-                    copy_tile_and_scales(
-                        ring, kv, scales, split, stage, tile, pages, scale_pages, CONFIG
-                    )
-                    after = tile_at_place(tiles, gl.minimum(ahead + tiles.by, tiles.last - 1))
-                    foresee(kv, split.sequence, after, CONFIG.page_size, TILE_N)
-        stage, phase = next_slot(stage, phase, STAGES)
+                    refill_stage(ring, kv, scales, split, stage, ahead, pages, scale_pages, CONFIG)
+        stage, phase = next_stage(stage, phase, STAGES)
     m, l = true_maxima(m), gl.sum(sums, 1)
     if ROWS < TILE_M:
         m, l = with_rows(m, m, M), with_rows(l, l, M)

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.decode.layouts import row_a_warp
 from splitkv.kernels.hopper.decode.ring import copy_first_tiles_that, has_key_from, is_before
-from splitkv.kernels.hopper.primitives.inline_asm import act
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
 from splitkv.kernels.hopper.primitives.tma_ring import thread_barrier
 from splitkv.kernels.tile.new import NewHead, TokenOffsets, has_new, write_new
 
@@ -24,7 +24,7 @@ def copy_first_tiles_and_write(ring, kv, split, tokens, CONFIG: gl.constexpr):
     if has_new(tokens, split.tiles, CONFIG.tile_n):
         write_new_tokens(kv, split, tokens, CONFIG)
         # what threads have written, before TMA reads it
-        act("fence.proxy.async.global;", "r", (split.sequence,))
+        run_ptx("fence.proxy.async.global;", "r", (split.sequence,))
         thread_barrier()
     copy_first_tiles_that(has_key_from, first_new, ring, kv, split, CONFIG)
 

@@ -4,8 +4,11 @@ Boxes of small pages are many. Their page ids are loaded together, one a lane, a
 ahead; the warps that multiply only say which stages are empty. A second warp copies the scales of
 each key, where keys have any.
 
-Roles, each a warp but for the first: `mma_role`, `load_role`, `load_scales_role`, and two that are
-idle but take part in what a cluster does together.
+Roles: `load_role` and `load_scales_role`, a warp each; `mma_role`, all warps that the launch names;
+and two warps that are idle but take part in what a cluster does together. A stage's `full` barrier
+counts the one thread that issues its copies and, where keys have scales, the 32 that copy those;
+`empty` counts the mma role once. Where no split has more tiles than the ring has stages, there is
+no `empty`.
 """
 
 from __future__ import annotations
@@ -22,12 +25,12 @@ from splitkv.kernels.hopper.decode.mma_loop import mma_loop
 from splitkv.kernels.hopper.decode.queries import load_mma_queries
 from splitkv.kernels.hopper.decode.split_range import LANES, load_num_keys, locate_split
 from splitkv.kernels.hopper.primitives.cluster import arrive_running, arrive_written, wait_cluster
-from splitkv.kernels.hopper.primitives.inline_asm import act, act_alone
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx, run_ptx_alone
 from splitkv.kernels.hopper.primitives.tma_ring import (
     async_load,
-    first_slot,
     keys_of_box,
-    next_slot,
+    next_stage,
+    stage_after,
     thread_barrier,
     tile_at_place,
 )
@@ -48,7 +51,7 @@ class MmaInputs(NamedTuple):
     work: Any
 
 
-# --- roles, each of which finds out by itself what it has to do ---------------------------------
+# --- roles, each of which finds out by itself what it has to do --------------------------------
 
 
 @gluon.jit
@@ -72,18 +75,6 @@ def attend_by_roles(kv, ring, scales, inputs, CONFIG: gl.constexpr):
         [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
     )
     return softmax, num_splits
-
-
-@gluon.jit
-def mma_role(kv, ring, scales, inputs, CONFIG: gl.constexpr):
-    """The mma role: reads the length of the sequence, loads q, and runs the main loop."""
-    keys = load_num_keys(inputs.work)
-    split = locate_split(inputs.work, inputs.queries.kv_head, keys, CONFIG)
-    queries = inputs.queries
-    q = load_mma_queries(queries, CONFIG)
-    terms, work = inputs.terms, inputs.work
-    softmax = attend_tiles(mma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
-    return softmax, split.num_splits
 
 
 @gluon.jit
@@ -111,6 +102,18 @@ def load_scales_role(kv, ring, kv_head, work, scales, CONFIG: gl.constexpr):
             pages = load_round(kv, split, split.tiles.first, CONFIG)
         copy_scale_rounds(ring, kv, split, scales, pages, CONFIG)
     meet_cluster(CONFIG.cluster_size)
+
+
+@gluon.jit
+def mma_role(kv, ring, scales, inputs, CONFIG: gl.constexpr):
+    """The mma role: reads the length of the sequence, loads q, and runs the main loop."""
+    keys = load_num_keys(inputs.work)
+    split = locate_split(inputs.work, inputs.queries.kv_head, keys, CONFIG)
+    queries = inputs.queries
+    q = load_mma_queries(queries, CONFIG)
+    terms, work = inputs.terms, inputs.work
+    softmax = attend_tiles(mma_loop, work, split, queries, terms, q, ring, kv, scales, CONFIG)
+    return softmax, split.num_splits
 
 
 @gluon.jit
@@ -166,7 +169,7 @@ def issue_rounds(ring, kv, split, pages, CONFIG: gl.constexpr):
     ROUND: gl.constexpr = LANES // BOXES  # tiles
     BYTES: gl.constexpr = BOXES * (kv.k.block_type.nbytes + kv.v.block_type.nbytes)
     tiles, kv_head = split.tiles, split.kv_head
-    stage, phase = first_slot(ring.before, tiles.first * 0, STAGES)
+    stage, phase = stage_after(ring.before, tiles.first * 0, STAGES)
     phase = 1 - phase  # all stages are empty in the beginning
     for first in range(tiles.first, tiles.last, ROUND * tiles.by):
         keep_page_ids(pages, 0)
@@ -184,7 +187,7 @@ def issue_rounds(ring, kv, split, pages, CONFIG: gl.constexpr):
                 async_load(kv.k, at, full, ring.k_boxes.index(stage * BOXES + n))
                 async_load(kv.v, at, full, ring.v_boxes.index(stage * BOXES + n))
             lane += BOXES
-            stage, phase = next_slot(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -195,7 +198,7 @@ def copy_scale_rounds(ring, kv, split, scales, pages, CONFIG: gl.constexpr):
     ROUND: gl.constexpr = LANES // BOXES  # tiles
     tiles = split.tiles
     boxes = key_of_thread(0, CONFIG.tile_n) // BOX
-    stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
+    stage, phase = stage_after(ring.before, tiles.first * 0, CONFIG.num_stages)
     phase = 1 - phase
     for first in range(tiles.first, tiles.last, ROUND * tiles.by):
         keep_page_ids(pages, 1)
@@ -208,7 +211,7 @@ def copy_scale_rounds(ring, kv, split, scales, pages, CONFIG: gl.constexpr):
                 mbarrier.wait(ring.empty.index(stage), phase)
             copy_scales(scales, ring, split, stage, tile_at_place(tiles, i), of_tile, CONFIG)
             lane += BOXES
-            stage, phase = next_slot(stage, phase, CONFIG.num_stages)
+            stage, phase = next_stage(stage, phase, CONFIG.num_stages)
 
 
 # --- page ids, one a lane ----------------------------------------------------------------------
@@ -231,14 +234,14 @@ def page_id_code(role, what):
 def declare_page_id(ROLE: gl.constexpr):
     """Declares the register in which a role keeps page ids, one a lane."""
     CODE: gl.constexpr = page_id_code(ROLE, "declare")
-    act_alone(CODE)
+    run_ptx_alone(CODE)
 
 
 @gluon.jit
 def keep_page_ids(pages, ROLE: gl.constexpr):
     """Sets that register: each lane keeps the page id of one box, for `page_id_of_lane`."""
     CODE: gl.constexpr = page_id_code(ROLE, "keep")
-    act(CODE, "r", (pages,))
+    run_ptx(CODE, "r", (pages,))
 
 
 @gluon.jit

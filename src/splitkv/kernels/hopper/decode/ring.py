@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.decode.layouts import vectors_of_rows
 from splitkv.kernels.hopper.primitives.tma_ring import (
-    allocate,
-    allocate_ring,
+    allocate_ldmatrix_tiles,
+    allocate_wgmma_tiles,
     async_gather,
     async_load,
     tile_at_place,
@@ -49,14 +49,14 @@ def allocate_rows(x, DIM: gl.constexpr, CONFIG: gl.constexpr):
 @gluon.jit
 def allocate_boxes(x, DIM: gl.constexpr, CONFIG: gl.constexpr):
     """Allocates stages for TMA boxes of descriptor x, to be read by ldmatrix: (boxes, tiles)."""
-    boxes, tiles = allocate_ring(x, CONFIG.num_stages, CONFIG.tile_n)
+    boxes, tiles = allocate_ldmatrix_tiles(x, CONFIG.num_stages, CONFIG.tile_n)
     return boxes, tiles
 
 
 @gluon.jit
 def allocate_panels(x, DIM: gl.constexpr, CONFIG: gl.constexpr):
     """Allocates stages for TMA boxes of descriptor x, to be read by wgmma: (boxes, tiles)."""
-    boxes, tiles = allocate(x, CONFIG.num_stages, CONFIG.tile_n, DIM)
+    boxes, tiles = allocate_wgmma_tiles(x, CONFIG.num_stages, CONFIG.tile_n, DIM)
     return boxes, tiles
 
 

@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.decode.records import Program, Split
-from splitkv.kernels.hopper.primitives.inline_asm import act
-from splitkv.kernels.hopper.primitives.tma_ring import foresee
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
+from splitkv.kernels.hopper.primitives.tma_ring import prefetch_page_id
 from splitkv.kernels.tile.band import visited_tiles
 from splitkv.kernels.tile.new import Tiles, keys_of
 from splitkv.kernels.tile.share import Share, batch_share, part_of_batch, parts_of
@@ -52,10 +52,11 @@ def load_num_keys(work):
 
 @gluon.jit
 def locate_in_batch(work, rule, growth, CONFIG: gl.constexpr):
-    """Finds (sequence, split, number of splits) of a program by the batch rule, see tile/share.py.
+    """Finds (sequence, split of it, its number of splits) of a program by the batch rule, see
+    tile/share.py. The sequence is the batch where there are fewer splits than programs.
 
-    rule     BatchRule; work: its `split` counts the splits of the whole batch
-    growth   Growth, where the lengths are those before new tokens; or None
+    work     Work whose `split` counts the splits of the whole batch
+    rule     BatchRule; growth: Growth, where the lengths are those before new tokens; or None
     """
     BATCH_P2: gl.constexpr = CONFIG.batch_p2
     # every warp has all of up to 256 sequences: then no sum waits for other warps
@@ -101,7 +102,7 @@ def prefetch_first_page_id(kv, program, share, max_keys, CONFIG: gl.constexpr):
     last = (max_keys - 1) // CONFIG.tile_n
     start = program.split if share.size is None else program.split * share.size
     tile = gl.minimum(start, last)
-    foresee(kv, program.sequence, tile, CONFIG.page_size, CONFIG.tile_n)
+    prefetch_page_id(kv, program.sequence, tile, CONFIG.page_size, CONFIG.tile_n)
 
 
 @gluon.jit
@@ -109,7 +110,7 @@ def prefetch_page_ids(kv, program, share, lens_ptr, max_keys, CONFIG: gl.constex
     """Prefetches the length, and the page ids of the tiles that a producer warp issues first."""
     last = (max_keys - 1) // CONFIG.tile_n
     if lens_ptr is not None:
-        act("prefetch.global.L1 [$1];", "l", (lens_ptr + program.sequence,))
+        run_ptx("prefetch.global.L1 [$1];", "l", (lens_ptr + program.sequence,))
     lanes = gl.arange(0, LANES, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     tiles = gl.minimum(program.split + lanes % PREFETCHED_TILES * share.parts, last)
-    foresee(kv, program.sequence, tiles, CONFIG.page_size, CONFIG.tile_n)
+    prefetch_page_id(kv, program.sequence, tiles, CONFIG.page_size, CONFIG.tile_n)

@@ -4,7 +4,16 @@ All go the same way, from what the schedule of the step says or each of them fin
 so none tells another where it is. The load role runs ahead: what holds it up is only that no stage
 of the ring is empty, so the tiles of the next split are on their way before the epilogue of this
 one. Stages and phases go on from split to split: both sides count the tiles that have gone through
-the ring.
+the ring, `before`.
+
+    role               warps           waits for          tells
+    load_walk          1               empty; written     full, by TMA; taken
+    load_scales_walk   1               empty              full, by 32 threads
+    write_walk         WRITING_WARPS   taken              written
+    mma_walk           of the launch   full               empty
+
+`written` and `taken` are of write_role.py and only there where the call appends. Where keys have no
+scales, or nothing is appended, the roles of these end at once.
 """
 
 from __future__ import annotations
@@ -35,12 +44,12 @@ from splitkv.kernels.hopper.decode.write_role import (
     wait_for_new_tokens,
     write_if_any,
 )
-from splitkv.kernels.hopper.primitives.inline_asm import act
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
 from splitkv.kernels.hopper.primitives.tma_ring import (
     async_load,
-    first_slot,
     keys_of_box,
-    next_slot,
+    next_stage,
+    stage_after,
     thread_barrier,
     tile_at_place,
 )
@@ -129,8 +138,8 @@ def split_of_walk(walk, shares, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def tiles_in(tiles):
-    """Counts Tiles."""
+def count_tiles(tiles):
+    """Counts the tiles of Tiles."""
     return (tiles.last - tiles.first + tiles.by - 1) // tiles.by
 
 
@@ -149,89 +158,21 @@ def row_tile_of(walk, shares, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def behind(ring, before):
+def ring_after(ring, before):
     """The Ring after so many more tiles have gone through it, so that stages and phases go on from
     split to split."""
     return Ring(
-        ring.k_boxes, ring.v_boxes, ring.full, ring.empty, ring.k_tiles, ring.v_tiles, before
+        k_boxes=ring.k_boxes,
+        v_boxes=ring.v_boxes,
+        full=ring.full,
+        empty=ring.empty,
+        k_tiles=ring.k_tiles,
+        v_tiles=ring.v_tiles,
+        before=before,
     )
 
 
-# --- mma ---------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def mma_walk(kv, ring, scales, inputs, shares, tokens, CONFIG: gl.constexpr):
-    """The mma role: attends to split after split, and writes what each leaves."""
-    step = shares.step
-    start = first_start(shares, gl.num_warps(), CONFIG)
-    walk = first_walk(start)
-    before = walk.tile * 0
-    while walk.left > 0:
-        split = split_of_walk(walk, shares, CONFIG)
-        # its length comes while this split is worked on
-        following = next_split(walk, step, CONFIG.tile_n)
-        kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, shares), step.seqlen_q, CONFIG)
-        first_token, last_token = token_range(row_tile, step.seqlen_q, CONFIG.group, CONFIG.tile_m)
-        work = Work(
-            step.lens_ptr,
-            split.num_keys,
-            step.seqlen_q,
-            split.sequence,
-            0,
-            split.num_splits,
-            None,
-            step.bounds,
-            first_token,
-            last_token,
-        )
-        q_of_sequence = inputs.q_ptr + split.sequence.to(gl.int64) * inputs.q_strides.b
-        stride_t, stride_h = inputs.q_strides.t, inputs.q_strides.h
-        rotation = None
-        if CONFIG.rotary_dim:
-            length = length_of(split, step)
-            angle = start_of(tokens.turn, length.before, split.sequence, True)
-            rotation = Rotation(tokens.turn, tokens.angles, angle, tokens.q_step)
-        queries = QueryRows(
-            q_of_sequence, kv_head, row_tile, step.seqlen_q, stride_t, stride_h, rotation
-        )
-        q = load_mma_queries(queries, CONFIG)
-        of_split = behind(ring, before)
-        terms = inputs.terms
-        softmax = attend_tiles(
-            mma_loop, work, split, queries, terms, q, of_split, kv, scales, CONFIG
-        )
-        slot = slot_of_split(walk, shares.program, step.programs, shares.group)
-        write_split_of_walk(softmax, inputs.output, split, row_tile, slot, CONFIG)
-        before += tiles_in(split.tiles)
-        walk = following
-
-
-@gluon.jit
-def write_split_of_walk(softmax, output, split, row_tile, slot, CONFIG: gl.constexpr):
-    """Writes the result of a split that is all of a head tile, else its partial."""
-    acc = softmax.acc
-    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    rows = locate_rows(split.kv_head, row_tile, output.seqlen_q, CONFIG)
-    m, l = per_row(softmax.m, ROWS), per_row(softmax.l, ROWS)
-    t, head, ok = per_row(rows.token, ROWS), per_row(rows.head, ROWS), per_row(rows.ok, ROWS)
-    offs_v = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    HEAD_DIM_V: gl.constexpr = acc.shape[1]
-    out_ok = mask_of_columns(acc, ok, offs_v, HEAD_DIM_V)
-    if split.num_splits == 1:
-        of_sequence = split.sequence.to(gl.int64) * output.strides.b
-        first_head = split.sequence * output.num_kv_heads * CONFIG.group
-        places = ResultRows(
-            of_sequence + t.to(gl.int64) * output.strides.t + head * output.strides.h,
-            (first_head + head).to(gl.int64) * output.seqlen_q + t,
-        )
-        write_final(output.final, places, output.sink_ptr, acc, m, l, head, ok, offs_v, out_ok)
-    else:
-        slot_rows = per_row(locate_partial_rows(slot, output.seqlen_q, CONFIG), ROWS)
-        write_partial(output.partial, slot_rows, acc, m, l, ok, offs_v, out_ok, HEAD_DIM_V)
-
-
-# --- load --------------------------------------------------------------------------------------
+# --- load: keys and values ---------------------------------------------------------------------
 
 
 @gluon.jit
@@ -241,23 +182,23 @@ def load_walk(kv, ring, shares, tokens, CONFIG: gl.constexpr):
     declare_page_id(0)
     walk = first_walk(first_start(shares, 1, CONFIG))
     before = walk.tile * 0
-    turn = walk.tile * 0
+    new_splits = walk.tile * 0  # so far, that have new tokens
     while walk.left > 0:
         split = split_of_walk(walk, shares, CONFIG)
         following = walk
         if not AFTER:  # its length comes while this split is issued
             following = next_split(walk, shares.step, CONFIG.tile_n)
         if shares.step.seqlen_new is None:
-            issue_split(behind(ring, before), kv, split, following, shares, CONFIG)
+            issue_split(ring_after(ring, before), kv, split, following, shares, CONFIG)
         else:
             step = shares.step
             row_tile = row_tile_of(walk, shares, CONFIG)
             ahead, with_new = tiles_before_new(split, step, CONFIG)
-            issue_split(behind(ring, before), kv, ahead, following, shares, CONFIG)
-            turn = wait_for_new_tokens(split, row_tile, tokens, step, turn, CONFIG)
-            rest = behind(ring, before + tiles_in(ahead.tiles))
+            issue_split(ring_after(ring, before), kv, ahead, following, shares, CONFIG)
+            new_splits = wait_for_new_tokens(split, row_tile, tokens, step, new_splits, CONFIG)
+            rest = ring_after(ring, before + count_tiles(ahead.tiles))
             issue_split(rest, kv, with_new, following, shares, CONFIG)
-        before += tiles_in(split.tiles)
+        before += count_tiles(split.tiles)
         if AFTER:  # no copy waits for that length
             following = next_split(walk, shares.step, CONFIG.tile_n)
         walk = following
@@ -276,18 +217,17 @@ def issue_split(ring, kv, split, following, shares, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def write_walk(kv, shares, tokens, CONFIG: gl.constexpr):
-    """The write role: writes the new tokens of split after split, where there are any."""
-    step = shares.step
-    if step.seqlen_new is not None:
-        walk = first_walk(first_start(shares, gl.num_warps(), CONFIG))
-        turn = walk.tile * 0
-        while walk.left > 0:
-            split = split_of_walk(walk, shares, CONFIG)
-            following = next_split(walk, step, CONFIG.tile_n)
-            row_tile = row_tile_of(walk, shares, CONFIG)
-            turn = write_if_any(kv, split, row_tile, tokens, step, turn, CONFIG)
-            walk = following
+def prefetch_pages(kv, walk, step, CONFIG: gl.constexpr):
+    """Prefetches the page ids of the first round of the next split, where no length says which they
+    are; of another sequence at most, as those of this one are near."""
+    if step.bounds.left is None:
+        BOXES: gl.constexpr = CONFIG.tile_n // keys_of_box(kv.k.block_type.shape)
+        BOX: gl.constexpr = CONFIG.tile_n // BOXES
+        lanes = gl.arange(0, LANES, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        sequence = gl.minimum(walk.sequence, step.batch - 1)
+        row = kv.table_ptr + sequence.to(gl.int64) * kv.stride_table
+        key = gl.minimum(lanes * BOX, gl.maximum(walk.keys - 1, 0))
+        run_ptx("prefetch.global.L1 [$1];", "l", (row + key // CONFIG.page_size,))
 
 
 @gluon.jit
@@ -296,13 +236,13 @@ def issue_contiguous(ring, kv, split, CONFIG: gl.constexpr):
     sequence those boxes that have keys of it."""
     TILE_N: gl.constexpr = CONFIG.tile_n
     tiles = split.tiles
-    stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
+    stage, phase = stage_after(ring.before, tiles.first * 0, CONFIG.num_stages)
     phase = 1 - phase  # all stages are empty in the beginning
     for i in range(tiles.first, tiles.last, tiles.by):
         first_n = tile_at_place(tiles, i) * TILE_N
         mbarrier.wait(ring.empty.index(stage), phase)
         issue_boxes(ring, kv, split, stage, first_n, CONFIG)
-        stage, phase = next_slot(stage, phase, CONFIG.num_stages)
+        stage, phase = next_stage(stage, phase, CONFIG.num_stages)
 
 
 @gluon.jit
@@ -333,18 +273,7 @@ def expect_boxes(full, keys, BOX: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.c
         mbarrier.expect(full, (n + 1) * BYTES, pred=some & last)
 
 
-@gluon.jit
-def prefetch_pages(kv, walk, step, CONFIG: gl.constexpr):
-    """Prefetches the page ids of the first round of the next split, where no length says which they
-    are; of another sequence at most, as those of this one are near."""
-    if step.bounds.left is None:
-        BOXES: gl.constexpr = CONFIG.tile_n // keys_of_box(kv.k.block_type.shape)
-        BOX: gl.constexpr = CONFIG.tile_n // BOXES
-        lanes = gl.arange(0, LANES, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        sequence = gl.minimum(walk.sequence, step.batch - 1)
-        row = kv.table_ptr + sequence.to(gl.int64) * kv.stride_table
-        key = gl.minimum(lanes * BOX, gl.maximum(walk.keys - 1, 0))
-        act("prefetch.global.L1 [$1];", "l", (row + key // CONFIG.page_size,))
+# --- load: scales of keys ----------------------------------------------------------------------
 
 
 @gluon.jit
@@ -357,13 +286,13 @@ def load_scales_walk(kv, ring, scales, shares, CONFIG: gl.constexpr):
         while walk.left > 0:
             split = split_of_walk(walk, shares, CONFIG)
             following = next_split(walk, shares.step, CONFIG.tile_n)
-            of_split = behind(ring, before)
+            of_split = ring_after(ring, before)
             if kv.table_ptr is None:
                 copy_contiguous_scales(of_split, split, scales, CONFIG)
             else:
                 pages = load_round(kv, split, split.tiles.first, CONFIG)
                 copy_scale_rounds(of_split, kv, split, scales, pages, CONFIG)
-            before += tiles_in(split.tiles)
+            before += count_tiles(split.tiles)
             walk = following
 
 
@@ -371,9 +300,107 @@ def load_scales_walk(kv, ring, scales, shares, CONFIG: gl.constexpr):
 def copy_contiguous_scales(ring, split, scales, CONFIG: gl.constexpr):
     """Copies the scales of all keys of a split of a contiguous cache."""
     tiles = split.tiles
-    stage, phase = first_slot(ring.before, tiles.first * 0, CONFIG.num_stages)
+    stage, phase = stage_after(ring.before, tiles.first * 0, CONFIG.num_stages)
     phase = 1 - phase
     for i in range(tiles.first, tiles.last, tiles.by):
         mbarrier.wait(ring.empty.index(stage), phase)
         copy_scales(scales, ring, split, stage, tile_at_place(tiles, i), None, CONFIG)
-        stage, phase = next_slot(stage, phase, CONFIG.num_stages)
+        stage, phase = next_stage(stage, phase, CONFIG.num_stages)
+
+
+# --- write: new tokens -------------------------------------------------------------------------
+
+
+@gluon.jit
+def write_walk(kv, shares, tokens, CONFIG: gl.constexpr):
+    """The write role: writes the new tokens of split after split, where there are any."""
+    step = shares.step
+    if step.seqlen_new is not None:
+        walk = first_walk(first_start(shares, gl.num_warps(), CONFIG))
+        new_splits = walk.tile * 0
+        while walk.left > 0:
+            split = split_of_walk(walk, shares, CONFIG)
+            following = next_split(walk, step, CONFIG.tile_n)
+            row_tile = row_tile_of(walk, shares, CONFIG)
+            new_splits = write_if_any(kv, split, row_tile, tokens, step, new_splits, CONFIG)
+            walk = following
+
+
+# --- mma ---------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def mma_walk(kv, ring, scales, inputs, shares, tokens, CONFIG: gl.constexpr):
+    """The mma role: attends to split after split, and writes what each leaves."""
+    step = shares.step
+    start = first_start(shares, gl.num_warps(), CONFIG)
+    walk = first_walk(start)
+    before = walk.tile * 0
+    while walk.left > 0:
+        split = split_of_walk(walk, shares, CONFIG)
+        # its length comes while this split is worked on
+        following = next_split(walk, step, CONFIG.tile_n)
+        kv_head, row_tile = locate_rows_of_head(head_tile_of(walk, shares), step.seqlen_q, CONFIG)
+        first_token, last_token = token_range(row_tile, step.seqlen_q, CONFIG.group, CONFIG.tile_m)
+        work = Work(
+            lens_ptr=step.lens_ptr,
+            max_keys=split.num_keys,
+            seqlen_q=step.seqlen_q,
+            sequence=split.sequence,
+            split=0,
+            num_splits=split.num_splits,
+            split_tiles=None,
+            bounds=step.bounds,
+            first_token=first_token,
+            last_token=last_token,
+        )
+        q_of_sequence = inputs.q_ptr + split.sequence.to(gl.int64) * inputs.q_strides.b
+        stride_t, stride_h = inputs.q_strides.t, inputs.q_strides.h
+        rotation = None
+        if CONFIG.rotary_dim:
+            length = length_of(split, step)
+            angle = start_of(tokens.turn, length.before, split.sequence, True)
+            rotation = Rotation(tokens.turn, tokens.angles, angle, tokens.q_step)
+        queries = QueryRows(
+            q_ptr=q_of_sequence,
+            kv_head=kv_head,
+            row_tile=row_tile,
+            seqlen_q=step.seqlen_q,
+            stride_t=stride_t,
+            stride_h=stride_h,
+            rotation=rotation,
+        )
+        q = load_mma_queries(queries, CONFIG)
+        of_split = ring_after(ring, before)
+        terms = inputs.terms
+        softmax = attend_tiles(
+            mma_loop, work, split, queries, terms, q, of_split, kv, scales, CONFIG
+        )
+        slot = slot_of_split(walk, shares.program, step.programs, shares.group)
+        write_split_of_walk(softmax, inputs.output, split, row_tile, slot, CONFIG)
+        before += count_tiles(split.tiles)
+        walk = following
+
+
+@gluon.jit
+def write_split_of_walk(softmax, output, split, row_tile, slot, CONFIG: gl.constexpr):
+    """Writes the result of a split that is all of a head tile, else its partial."""
+    acc = softmax.acc
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    rows = locate_rows(split.kv_head, row_tile, output.seqlen_q, CONFIG)
+    m, l = per_row(softmax.m, ROWS), per_row(softmax.l, ROWS)
+    t, head, ok = per_row(rows.token, ROWS), per_row(rows.head, ROWS), per_row(rows.ok, ROWS)
+    offs_v = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    HEAD_DIM_V: gl.constexpr = acc.shape[1]
+    out_ok = mask_of_columns(acc, ok, offs_v, HEAD_DIM_V)
+    if split.num_splits == 1:
+        of_sequence = split.sequence.to(gl.int64) * output.strides.b
+        first_head = split.sequence * output.num_kv_heads * CONFIG.group
+        places = ResultRows(
+            of_sequence + t.to(gl.int64) * output.strides.t + head * output.strides.h,
+            (first_head + head).to(gl.int64) * output.seqlen_q + t,
+        )
+        write_final(output.final, places, output.sink_ptr, acc, m, l, head, ok, offs_v, out_ok)
+    else:
+        slot_rows = per_row(locate_partial_rows(slot, output.seqlen_q, CONFIG), ROWS)
+        write_partial(output.partial, slot_rows, acc, m, l, ok, offs_v, out_ok, HEAD_DIM_V)

@@ -31,11 +31,11 @@ from splitkv.kernels.hopper.decode.layouts import (
 from splitkv.kernels.hopper.decode.lazy_maxima import LOWEST, raise_maxima, true_maxima
 from splitkv.kernels.hopper.decode.records import Softmax
 from splitkv.kernels.hopper.decode.ring import issue_tile
-from splitkv.kernels.hopper.prefill.sums import along_rows, shrunk, sums_of_threads
 from splitkv.kernels.hopper.primitives.conversion import widening
+from splitkv.kernels.hopper.primitives.row_sums import along_rows, rescaled, sums_of_threads
 from splitkv.kernels.hopper.primitives.tma_ring import (
-    foresee,
-    next_slot,
+    next_stage,
+    prefetch_page_id,
     thread_barrier,
     tile_at_place,
 )
@@ -138,14 +138,14 @@ def wgmma_loop(q, ring, kv, split, scoring, scales, CONFIG: gl.constexpr):
         l *= along_rows(shrink, l)
         l += sums_of_threads(p if log is None else p * inverse)
         p = gl.convert_layout(p.to(dtype), P)
-        acc = warpgroup_mma(p, v, shrunk(acc, shrink))
+        acc = warpgroup_mma(p, v, rescaled(acc, shrink))
         if CONFIG.dequantize is None:
             if ahead < tiles.last:
                 thread_barrier()  # all warps have read the stage
                 issue_tile(ring, kv, split, stage, tile_at_place(tiles, ahead), CONFIG)
         if ahead < tiles.last:
             after = tile_at_place(tiles, gl.minimum(ahead + tiles.by, tiles.last - 1))
-            foresee(kv, split.sequence, after, CONFIG.page_size, TILE_N)
-        stage, phase = next_slot(stage, phase, STAGES)
+            prefetch_page_id(kv, split.sequence, after, CONFIG.page_size, TILE_N)
+        stage, phase = next_stage(stage, phase, STAGES)
     acc = gl.convert_layout(acc, S, assert_trivial=True)
     return Softmax(acc, true_maxima(m), gl.convert_layout(gl.sum(l, 1), M))

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from splitkv.kernels.hopper.decode.new_tokens import write_new_tokens
 from splitkv.kernels.hopper.decode.records import Split
-from splitkv.kernels.hopper.primitives.inline_asm import act
-from splitkv.kernels.hopper.primitives.tma_ring import first_slot, thread_barrier
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
+from splitkv.kernels.hopper.primitives.tma_ring import stage_after, thread_barrier
 from splitkv.kernels.tile.new import NewTokens, Tiles, grown, has_new, seen_tiles
 
 WRITTEN_AHEAD = gl.constexpr(2)  # splits with new tokens that are written before they are taken
@@ -54,10 +54,10 @@ def shown_of(split, row_tile, step, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def write_if_any(kv, split, row_tile, tokens, step, turn, CONFIG: gl.constexpr):
-    """Writes the new tokens of a split; the number of splits that had any, this one included.
+def write_if_any(kv, split, row_tile, tokens, step, new_splits, CONFIG: gl.constexpr):
+    """Writes the new tokens of a split, if it has any; returns `new_splits` with this one.
 
-    turn   how many had any before
+    new_splits   splits so far that had any
     """
     of_split = NewTokens(
         tokens.new,
@@ -71,30 +71,31 @@ def write_if_any(kv, split, row_tile, tokens, step, turn, CONFIG: gl.constexpr):
         tokens.slabs,
     )
     if has_new(of_split, split.tiles, CONFIG.tile_n):
-        pair, phase = first_slot(turn, turn * 0, WRITTEN_AHEAD)
+        pair, phase = stage_after(new_splits, new_splits * 0, WRITTEN_AHEAD)
         mbarrier.wait(tokens.taken.index(pair), 1 - phase)
         write_new_tokens(kv, split, of_split, CONFIG)
-        # what threads have written, before TMA reads it
-        act("fence.proxy.async.global;", "r", (split.sequence,))
+        # each thread orders what it has written before what TMA reads
+        run_ptx("fence.proxy.async.global;", "r", (split.sequence,))
         thread_barrier()
         mbarrier.arrive(tokens.written.index(pair), count=1)
-        turn += 1
-    return turn
+        new_splits += 1
+    return new_splits
 
 
 @gluon.jit
-def wait_for_new_tokens(split, row_tile, tokens, step, turn, CONFIG: gl.constexpr):
-    """Waits in the load role until the new tokens of a split are written, if it has any; the number
-    of splits that had any, this one included."""
+def wait_for_new_tokens(split, row_tile, tokens, step, new_splits, CONFIG: gl.constexpr):
+    """Waits in the load role until the new tokens of a split are written, if it has any; returns
+    `new_splits` with this one, as `write_if_any` does."""
     length, shown = length_of(split, step), shown_of(split, row_tile, step, CONFIG)
     of_split = NewTokens(None, None, None, length, shown, None, None, step.capacity, tokens.slabs)
     if has_new(of_split, split.tiles, CONFIG.tile_n):
-        pair, phase = first_slot(turn, turn * 0, WRITTEN_AHEAD)
+        pair, phase = stage_after(new_splits, new_splits * 0, WRITTEN_AHEAD)
         mbarrier.wait(tokens.written.index(pair), phase)
-        act("fence.proxy.async.global;", "r", (split.sequence,))
+        # and the warp that issues TMA, what it now knows of
+        run_ptx("fence.proxy.async.global;", "r", (split.sequence,))
         mbarrier.arrive(tokens.taken.index(pair), count=1)
-        turn += 1
-    return turn
+        new_splits += 1
+    return new_splits
 
 
 @gluon.jit

@@ -20,14 +20,14 @@ from triton.experimental.gluon import language as gl
 from splitkv.kernels.hopper.prefill.epilogue import cleared
 from splitkv.kernels.hopper.prefill.load import ROWS_OF_WARP
 from splitkv.kernels.hopper.prefill.records import Half, HalfRows, PairSums
-from splitkv.kernels.hopper.prefill.sums import along_rows
 from splitkv.kernels.hopper.primitives.cluster import (
     arrive_running,
     exchange_at,
     wait_at,
     wait_cluster,
 )
-from splitkv.kernels.hopper.primitives.inline_asm import act_alone
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx_alone
+from splitkv.kernels.hopper.primitives.row_sums import along_rows
 from splitkv.kernels.limits import hopper_prefill_quantised as limits
 from splitkv.kernels.tile.softmax import factor_beside_sink, finite_or_zero
 
@@ -62,7 +62,7 @@ def open_exchange(CONFIG: gl.constexpr):
     so."""
     if CONFIG.cluster_size > 0:
         CODE: gl.constexpr = opening(CONFIG.cluster_rows, CONFIG.head_dim_v)
-        act_alone(CODE)
+        run_ptx_alone(CODE)
         arrive_running(CONFIG.cluster_size)
 
 

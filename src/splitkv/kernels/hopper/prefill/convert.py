@@ -136,9 +136,9 @@ def convert_step(converts, n, count, TILE_N: gl.constexpr):
         STAGES: gl.constexpr = rings.k_full.shape[0]
         mbarrier.wait(rings.k_full.index(n % STAGES), n // STAGES & 1)
     else:
-        convert_tile(rings.k, n, count, None, named.k_free, named.k_threads, TILE_N)
+        convert_tile(rings.k, n, count, None, named.k_empty, named.k_threads, TILE_N)
     begin_step(n, named)
-    convert_tile(rings.v, n, count, scales.of_v, named.v_free, named.v_threads, TILE_N)
+    convert_tile(rings.v, n, count, scales.of_v, named.v_empty, named.v_threads, TILE_N)
 
 
 @gluon.jit

@@ -8,8 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from splitkv.kernels.combine import FINISHED, Final, write_absent
-from splitkv.kernels.hopper.prefill.sums import along_rows
-from splitkv.kernels.hopper.primitives.scheduling_fences import again
+from splitkv.kernels.hopper.primitives.row_sums import along_rows
+from splitkv.kernels.hopper.primitives.scheduling_fences import rematerialized
 from splitkv.kernels.hopper.primitives.tma_ring import thread_barrier
 from splitkv.kernels.schedule_items import load_item
 from splitkv.kernels.tile.merge import (
@@ -31,7 +31,7 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 def rows_of_role(like, batch, item, CONFIG: gl.constexpr, ROLE: gl.constexpr):
     """The packed rows [ROWS] that a role multiplies, in the layout of `like`."""
     ROWS: gl.constexpr = like.shape[0]
-    rows = again(item.tile, batch.lazy_maxima) * CONFIG.tile_m + ROLE * ROWS
+    rows = rematerialized(item.tile, batch.scarce) * CONFIG.tile_m + ROLE * ROWS
     return rows + gl.arange(0, ROWS, layout=like.type.layout)
 
 
@@ -51,8 +51,8 @@ def finish_rows(
     t = item.first_q + rows // CONFIG.packed_heads
     head = item.head + rows % CONFIG.packed_heads
     lse = (m + gl.log2(l)) * 0.6931471805599453
-    at = item.b.to(gl.int64) * again(results.stride_lse_b, batch.lazy_maxima)
-    at += head.to(gl.int64) * again(results.stride_lse_h, batch.lazy_maxima) + t
+    at = item.b.to(gl.int64) * rematerialized(results.stride_lse_b, batch.scarce)
+    at += head.to(gl.int64) * rematerialized(results.stride_lse_h, batch.scarce) + t
     gl.store(results.lse_ptr + at, lse, mask=ok)
     factor = 1.0 / l
     if results.sink_ptr is not None:
@@ -121,7 +121,7 @@ def store_results(
     tma.store_wait(0)
     tile.store(out.to(tile.dtype))
     TOKENS: gl.constexpr = ROWS // CONFIG.packed_heads
-    first_row = again(item.tile, batch.lazy_maxima) * CONFIG.tile_m + ROLE * ROWS
+    first_row = rematerialized(item.tile, batch.scarce) * CONFIG.tile_m + ROLE * ROWS
     t_first = first_row // CONFIG.packed_heads
     if batch.cu_q_ptr is None:
         fence_async_shared()
@@ -154,8 +154,8 @@ def store_some_rows(tile, item, t_first, results, CONFIG: gl.constexpr):
 def rows_of_slot(like, item, batch, CONFIG: gl.constexpr, ROLE: gl.constexpr):
     """(rows of the partials [ROWS], which of them exist), as in kernels/combine_items.py."""
     rows = rows_of_role(like, batch, item, CONFIG, ROLE)
-    slots = again(batch.splitting.num_splits, batch.lazy_maxima)
-    slot_rows = again(batch.splitting.max_tokens, batch.lazy_maxima) * CONFIG.packed_heads
+    slots = rematerialized(batch.splitting.num_splits, batch.scarce)
+    slot_rows = rematerialized(batch.splitting.max_tokens, batch.scarce) * CONFIG.packed_heads
     slot = load_item(batch.splitting.items_ptr, item.split).slot
     slot += item.head // CONFIG.packed_heads * slots
     return slot.to(gl.int64) * slot_rows + rows, rows < item.len_q * CONFIG.packed_heads
@@ -166,13 +166,13 @@ def rows_of_partials(like, item, batch, CONFIG: gl.constexpr, ROLE: gl.constexpr
     """(rows of the partials [ROWS], which of them exist), as in kernels/prefill.py."""
     GROUP: gl.constexpr = CONFIG.group
     rows = rows_of_role(like, batch, item, CONFIG, ROLE)
-    max_tokens = again(batch.splitting.max_tokens, batch.lazy_maxima)
+    max_tokens = rematerialized(batch.splitting.max_tokens, batch.scarce)
     ok = (rows < item.len_q * CONFIG.packed_heads) & (item.len_q <= max_tokens)
     ok &= item.sequence < batch.batch
     token = item.sequence.to(gl.int64) * max_tokens + rows // CONFIG.packed_heads
     head = item.head + rows % CONFIG.packed_heads
-    kv_heads = again(batch.lane_heads, batch.lazy_maxima) * CONFIG.packed_heads // GROUP
-    num_splits = again(batch.splitting.num_splits, batch.lazy_maxima)
+    kv_heads = rematerialized(batch.lane_heads, batch.scarce) * CONFIG.packed_heads // GROUP
+    num_splits = rematerialized(batch.splitting.num_splits, batch.scarce)
     slot = (token * kv_heads + head // GROUP) * num_splits + item.split
     return slot * GROUP + head % GROUP, ok
 

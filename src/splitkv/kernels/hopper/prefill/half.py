@@ -59,7 +59,7 @@ from splitkv.kernels.hopper.prefill.shared_memory import (
     undefined_tail,
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_warpgroups
-from splitkv.kernels.hopper.primitives.tma_ring import allocate
+from splitkv.kernels.hopper.primitives.tma_ring import allocate_wgmma_tiles
 from splitkv.kernels.limits.hopper_prefill import refit as refit_without_tma
 from splitkv.kernels.limits.hopper_prefill_half import bytes_of_values, refit
 from splitkv.kernels.limits.scale_layout import scale_strides
@@ -123,7 +123,7 @@ def hopper_prefill_half(
         tl.extra.cuda.gdc_launch_dependents()
     maps = PerOperand(q_desc, None, k_desc, None, v_desc, out_desc)
     memory = allocate_operands(maps, CONFIG)
-    out_boxes, out = allocate(out_desc, CONFIG.out_stages, ROWS, CONFIG.head_dim_v)
+    out_boxes, out = allocate_wgmma_tiles(out_desc, CONFIG.out_stages, ROWS, CONFIG.head_dim_v)
     q = memory.q
     unrounded_q = None
     if q_desc.dtype != k_desc.dtype:
@@ -161,6 +161,7 @@ def hopper_prefill_half(
         width=width,
         items=items,
         lazy_maxima=lazy_maxima,
+        scarce=lazy_maxima,
     )
     results = Results(
         out_ptr=final.out_ptr,

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.prefill.records import Item, ItemTiles
-from splitkv.kernels.hopper.primitives.scheduling_fences import again, programs
+from splitkv.kernels.hopper.primitives.scheduling_fences import count_programs, rematerialized
 from splitkv.kernels.schedule_items import load_item
 from splitkv.kernels.tile.band import Bounds, token_range
 from splitkv.kernels.tile.share import Share, parts_of, sequence_share
@@ -45,8 +45,9 @@ def item_at_grid(batch, r, CONFIG: gl.constexpr):
     exists = None
     if batch.items is not None:
         sequence += r * gl.num_programs(2)
-        exists = sequence < batch.batch
+        exists = sequence < batch.batch  # else it has no rows, no keys, and no scales to be read
         len_q = gl.where(exists, len_q, 0)
+        len_k = gl.where(exists, len_k, 0)
     if batch.keys.lens_ptr is not None:
         if exists is None:
             len_k = gl.load(batch.keys.lens_ptr + sequence)
@@ -110,8 +111,11 @@ def item_of_number(batch, index, CONFIG: gl.constexpr):
     PACK: gl.constexpr = CONFIG.packed_heads
     TILE_M: gl.constexpr = CONFIG.tile_m
     split = index * 0
-    tiles, lanes = again(batch.tiles, batch.lazy_maxima), again(batch.lanes, batch.lazy_maxima)
-    width, lane_heads = again(batch.width, batch.lazy_maxima), batch.lane_heads
+    tiles, lanes = (
+        rematerialized(batch.tiles, batch.scarce),
+        rematerialized(batch.lanes, batch.scarce),
+    )
+    width, lane_heads = rematerialized(batch.width, batch.scarce), batch.lane_heads
     row_tiles = tiles * lanes
     if batch.splitting.num_splits is None or index < row_tiles:
         tile, lane = tile_and_lane(index, tiles, lanes, width)
@@ -125,10 +129,10 @@ def item_of_number(batch, index, CONFIG: gl.constexpr):
             tile -= gl.load(batch.cu_q_ptr + sequence) * PACK // TILE_M + sequence
     else:
         number = index - row_tiles
-        max_tokens = again(batch.splitting.max_tokens, batch.lazy_maxima)
+        max_tokens = rematerialized(batch.splitting.max_tokens, batch.scarce)
         heads, sequences = (
-            again(lane_heads, batch.lazy_maxima),
-            again(batch.batch, batch.lazy_maxima),
+            rematerialized(lane_heads, batch.scarce),
+            rematerialized(batch.batch, batch.scarce),
         )
         split_tiles = (max_tokens * PACK + TILE_M - 1) // TILE_M
         tile = number % split_tiles
@@ -140,8 +144,8 @@ def item_of_number(batch, index, CONFIG: gl.constexpr):
     b = sequence
     first_q = index * 0
     first_k = index * 0
-    len_q = again(batch.seqlen_q, batch.lazy_maxima)
-    len_k = again(batch.keys.seqlen_k, batch.lazy_maxima)
+    len_q = rematerialized(batch.seqlen_q, batch.scarce)
+    len_k = rematerialized(batch.keys.seqlen_k, batch.scarce)
     exists = sequence < batch.batch  # else: what lies after the last sequence, which has no keys
     if batch.cu_q_ptr is not None:
         b = index * 0
@@ -163,7 +167,7 @@ def right_bound(batch):
     """The right bound of the mask, or None."""
     right = batch.bounds.right
     if right is not None:
-        right = again(right, batch.lazy_maxima)
+        right = rematerialized(right, batch.scarce)
     return right
 
 
@@ -184,11 +188,11 @@ def tiles_of_item(batch, item, CONFIG: gl.constexpr):
     elif batch.splitting.num_splits is not None:
         split_tiles = batch.splitting.split_tiles
         if split_tiles is not None:
-            split_tiles = again(split_tiles, batch.lazy_maxima)
-        share = Share(again(batch.splitting.num_splits, batch.lazy_maxima), split_tiles, None)
+            split_tiles = rematerialized(split_tiles, batch.scarce)
+        share = Share(rematerialized(batch.splitting.num_splits, batch.scarce), split_tiles, None)
         per = sequence_share(share, visit.count)
         per = gl.where(
-            item.len_q <= again(batch.splitting.max_tokens, batch.lazy_maxima), per, steps
+            item.len_q <= rematerialized(batch.splitting.max_tokens, batch.scarce), per, steps
         )
         if batch.by_grid is None:
             splits = parts_of(visit.count, per)
@@ -216,8 +220,8 @@ def tile_of_step(tiles, i):
 def round_count(batch):
     """Computes in how many rounds the programs take an item each."""
     if batch.by_grid is None:
-        count = programs(batch.lazy_maxima)
-        rounds = (again(batch.items, batch.lazy_maxima) + count - 1) // count
+        count = count_programs(batch.scarce)
+        rounds = (rematerialized(batch.items, batch.scarce) + count - 1) // count
     else:
         rounds = gl.program_id(0) * 0 + (1 if batch.items is None else batch.items)
     return rounds
@@ -228,7 +232,7 @@ def index_in_round(batch, r):
     """Computes the number of this program's item in round r. Rounds run alternately up and down,
     which spreads the heavy items."""
     if batch.by_grid is None:
-        last = programs(batch.lazy_maxima) - 1
+        last = count_programs(batch.scarce) - 1
         pid = gl.program_id(0)
         index = r * (last + 1) + gl.where(r % 2 == 0, pid, last - pid)
     else:

@@ -13,6 +13,8 @@ roles, warpgroups that multiply 64 rows of a row tile each (prefill/mma.py) and 
 part come first and ask the mask, the others ask nothing. A program goes on to its next row tile by
 itself, so that the first tiles of that arrive while the results of the one before leave.
 
+What roles do with each other is in kernels/hopper/README.md, and the order in which to read them.
+
 Shapes      those of kernels/prefill.py. Rows are query tokens of one head, or with `pack_gqa` of as
             many heads of a group as a power of two divides it by: row = token * heads + head
 Grid        one axis: `programs` programs that go through the row tiles forth and back, or one each.
@@ -74,7 +76,7 @@ from splitkv.kernels.hopper.prefill.shared_memory import (
     undefined_tail,
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_warpgroups
-from splitkv.kernels.hopper.primitives.tma_ring import allocate
+from splitkv.kernels.hopper.primitives.tma_ring import allocate_wgmma_tiles
 from splitkv.kernels.host.launch import Grid
 from splitkv.kernels.host.sequences import scheduled_splits, sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads, refit
@@ -146,12 +148,14 @@ def hopper_prefill(
     if q_rest_desc is not None:
         REST: gl.constexpr = CONFIG.head_dim_rest
         Q_TILES: gl.constexpr = CONFIG.q_stages * CONFIG.mma_roles
-        q_rest_boxes, q_rest = allocate(q_rest_desc, Q_TILES, ROWS, REST)
-        k_rest_boxes, k_rest = allocate(k_rest_desc, CONFIG.num_stages, CONFIG.tile_n, REST)
+        q_rest_boxes, q_rest = allocate_wgmma_tiles(q_rest_desc, Q_TILES, ROWS, REST)
+        k_rest_boxes, k_rest = allocate_wgmma_tiles(
+            k_rest_desc, CONFIG.num_stages, CONFIG.tile_n, REST
+        )
     out_boxes = None
     out = None
     if CONFIG.out_stages > 0:
-        out_boxes, out = allocate(out_desc, CONFIG.out_stages, ROWS, CONFIG.head_dim_v)
+        out_boxes, out = allocate_wgmma_tiles(out_desc, CONFIG.out_stages, ROWS, CONFIG.head_dim_v)
     mma_turns = None
     if CONFIG.mma_order == "in_turns":
         mma_turns = CONFIG.mma_roles
@@ -181,6 +185,7 @@ def hopper_prefill(
         width=width,
         items=items,
         lazy_maxima=lazy_maxima,
+        scarce=lazy_maxima,
     )
     results = Results(
         out_ptr=final.out_ptr,

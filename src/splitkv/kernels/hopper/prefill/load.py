@@ -23,7 +23,7 @@ from splitkv.kernels.hopper.prefill.items import (
 )
 from splitkv.kernels.hopper.prefill.records import Progress, TileCopy
 from splitkv.kernels.hopper.primitives.named_barriers import wait
-from splitkv.kernels.hopper.primitives.tma_ring import async_load, foresee
+from splitkv.kernels.hopper.primitives.tma_ring import async_load, prefetch_page_id
 from splitkv.kernels.limits import hopper_prefill_tiles
 
 ROWS = gl.constexpr(hopper_prefill_tiles.ROWS)  # of a warpgroup
@@ -179,13 +179,13 @@ def issue_step(loads, item, item_tiles, i, kv_head, done, CONFIG: gl.constexpr):
     if barriers.k_empty is not None:
         mbarrier.wait(barriers.k_empty.index(stage), phase)
     elif done.steps >= STAGES:
-        wait(barriers.named.k_free + stage, barriers.named.k_threads)
+        wait(barriers.named.k_empty + stage, barriers.named.k_threads)
     issue_k(loads, item, tile, kv_head, stage, CONFIG)
     if i == 0:
         wait_q_empty(barriers, done.items)
         issue_q(loads, item, done.items, CONFIG)
     after = tile_of_step(item_tiles, gl.minimum(i + 1, item_tiles.steps - 1))
-    foresee(batch.keys, item.sequence, after, CONFIG.page_size, CONFIG.tile_n)
+    prefetch_page_id(batch.keys, item.sequence, after, CONFIG.page_size, CONFIG.tile_n)
     mbarrier.wait(barriers.v_empty.index(stage), phase)
     issue_v(loads, item, tile, kv_head, stage, CONFIG)
 

@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from splitkv.kernels.hopper.prefill.items import right_bound
-from splitkv.kernels.hopper.prefill.sums import along_rows, sums_of_threads
-from splitkv.kernels.hopper.primitives.scheduling_fences import again
+from splitkv.kernels.hopper.primitives.row_sums import along_rows, sums_of_threads
+from splitkv.kernels.hopper.primitives.scheduling_fences import rematerialized
 from splitkv.kernels.tile.band import Bounds, band_end, band_start
 
 MINUS_INFINITY = gl.constexpr(0xFF800000)  # the bits of it in fp32
@@ -77,7 +77,7 @@ def seen_keys(qk, batch, item, tile, pos):
     like = sums_of_threads(qk)
     quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, like.type.layout))[None, :]
     at = along_rows(pos, like)
-    first = again(tile, batch.lazy_maxima) * qk.shape[1]
+    first = rematerialized(tile, batch.scarce) * qk.shape[1]
     bounds = Bounds(batch.bounds.left, right_bound(batch), batch.bounds.sink_tokens)
     seen = ~from_column(band_end(bounds, at, item.len_k) - first, quarter)
     if bounds.left is not None:

@@ -6,7 +6,7 @@ over all items of a program: step n has its keys and its values in stages of two
 their length.
 
 While the tensor cores multiply p of one step with its values, a warpgroup works out p of the next:
-see `before_wait`; under the last product of an item, what that is divided by and what the next item
+see `hold_sums`; under the last product of an item, what that is divided by and what the next item
 is. Warpgroups issue their products in turns, so that the exponentials of one run under the products
 of the others.
 
@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -44,13 +43,11 @@ from splitkv.kernels.hopper.prefill.items import (
     tile_of_step,
     tiles_of_item,
 )
+from splitkv.kernels.hopper.prefill.lazy_maxima import TOO_LARGE, raised_maxima
 from splitkv.kernels.hopper.prefill.load import wait_q_full
 from splitkv.kernels.hopper.prefill.mask import MINUS_INFINITY, choose, seen_keys
-from splitkv.kernels.hopper.prefill.mma_scaled import (
-    finish_scaled_sums,
-    mainloop_scaled,
-    multiply_keys,
-)
+from splitkv.kernels.hopper.prefill.mma_scaled import finish_scaled_sums, mainloop_scaled
+from splitkv.kernels.hopper.prefill.products import multiply_keys, multiply_values
 from splitkv.kernels.hopper.prefill.records import (
     Item,
     LastProduct,
@@ -67,58 +64,52 @@ from splitkv.kernels.hopper.prefill.scales import (
     rows_layout,
     scales_of_item,
 )
-from splitkv.kernels.hopper.prefill.sums import (
-    TOO_LARGE,
-    along_rows,
-    any_above,
-    declare_any,
-    max_of_rows,
+from splitkv.kernels.hopper.primitives.conversion import words_of_pairs
+from splitkv.kernels.hopper.primitives.named_barriers import (
+    all_cleared,
+    arrive,
+    give_first_turn,
     pass_turn,
-    raised_maxima,
-    shrunk,
-    sums_of_threads,
     wait_turn,
 )
-from splitkv.kernels.hopper.primitives.conversion import halves_of_words, words_of_pairs
-from splitkv.kernels.hopper.primitives.named_barriers import arrive, give_first_turn
-from splitkv.kernels.hopper.primitives.scheduling_fences import (
-    again,
-    before_wait,
-    known,
-    known_now,
+from splitkv.kernels.hopper.primitives.row_sums import (
+    along_rows,
+    max_of_rows,
+    rescaled,
+    sums_of_threads,
 )
-from splitkv.kernels.hopper.primitives.zero_rows import all_cleared, clear_behind
+from splitkv.kernels.hopper.primitives.scheduling_fences import (
+    hold_bits,
+    hold_sums,
+    opaque,
+    rematerialized,
+)
+from splitkv.kernels.hopper.primitives.votes import any_above, declare_any
+from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
 from splitkv.kernels.tile.weight import Queries, scores
 
 
 @gluon.jit
-def clear_tail(program, item, at, CONFIG: gl.constexpr, ROLE: gl.constexpr):
+def clear_tail(program, item, step, CONFIG: gl.constexpr, ROLE: gl.constexpr):
     """Zeroes the values of a Step behind the last key of the sequence; all warpgroups do it
     together."""
     v = program.tiles.v
     STAGES: gl.constexpr = v.shape[0]
-    count = item.len_k - at.tile * v.shape[1]
+    count = item.len_k - step.tile * v.shape[1]
     if count < v.shape[1]:
-        stage = at.n % STAGES
-        mbarrier.wait(program.barriers.v_full.index(stage), at.n // STAGES & 1)
+        stage = step.n % STAGES
+        mbarrier.wait(program.barriers.v_full.index(stage), step.n // STAGES & 1)
         clear_behind(v.index(stage), count, 16, ROLE, CONFIG.mma_roles)
         all_cleared(CONFIG.mma_roles)
-
-
-@gluon.jit
-def accumulate_values(p, tiles, stage, acc):
-    """Issues acc + p @ v as a wgmma."""
-    p = halves_of_words(p, tiles.v.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
-    return warpgroup_mma(p, tiles.v.index(stage), acc, is_async=True)
 
 
 @gluon.jit
 def positions(like, batch, item, CONFIG: gl.constexpr, ROLE: gl.constexpr):
     """The positions among the keys of the tokens of a role's rows [ROWS], as `like`."""
     ROWS: gl.constexpr = CONFIG.tile_m // CONFIG.mma_roles
-    rows = again(item.tile, batch.lazy_maxima) * CONFIG.tile_m + ROLE * ROWS
+    rows = rematerialized(item.tile, batch.scarce) * CONFIG.tile_m + ROLE * ROWS
     rows += gl.arange(0, ROWS, layout=like.type.layout)
     return item.len_k - item.len_q + rows // CONFIG.packed_heads
 
@@ -170,7 +161,7 @@ def softmax_of_tile(
     factor,  # [ROWS], or None
     batch,  # SequenceBatch
     item,  # Item
-    at,  # Step
+    step,  # Step
     CONFIG: gl.constexpr,
     ROLE: gl.constexpr,
 ):
@@ -180,10 +171,10 @@ def softmax_of_tile(
     s, unit = scores_of(qk, factor, batch.scoring)
     if batch.lazy_maxima is not None:
         # else scores would be worked out before it is known whether a maximum is wanted
-        unit = known_now(unit)
-    if at.masked:
+        unit = opaque(unit)
+    if step.masked:
         pos = positions(m, batch, item, CONFIG, ROLE)
-        s = choose(s, seen_keys(qk, batch, item, at.tile, pos), MINUS_INFINITY)
+        s = choose(s, seen_keys(qk, batch, item, step.tile, pos), MINUS_INFINITY)
     highest = max_of_rows(s)
     if OFFSET != 0:
         highest = highest - OFFSET
@@ -201,7 +192,7 @@ def lazy_softmax(
     factor,  # [ROWS], or None
     program,  # PrefillProgram
     item,  # Item
-    at,  # Step
+    step,  # Step
     CONFIG: gl.constexpr,
     ROLE: gl.constexpr,
 ):
@@ -216,9 +207,9 @@ def lazy_softmax(
     p = softmax.p
     l = softmax.l
     m = softmax.m
-    looks = at.masked
+    looks = step.masked
     sums = l
-    if not at.masked:
+    if not step.masked:
         OFFSET: gl.constexpr = offset_of(qk.dtype, batch.scoring.softcap is None)
         s, unit = scores_of(qk, factor, batch.scoring)
         x = exponentials(s, unit, m, factor, OFFSET)
@@ -226,24 +217,24 @@ def lazy_softmax(
         p = words_of_pairs(x, dtype)
         looks = any_above(sums, TOO_LARGE, ROLE)
     if looks:
-        new = softmax_of_tile(qk, m, factor, batch, item, at, CONFIG, ROLE)
+        new = softmax_of_tile(qk, m, factor, batch, item, step, CONFIG, ROLE)
         m = new.m
         sums = new.sums
         p = words_of_pairs(new.weights, dtype)
-        l = before_wait(l * along_rows(new.shrink, l) + sums, 0)
-        acc = shrunk(warpgroup_mma_wait(0, deps=[product]), new.shrink)
-        p = known_now(p)
+        l = hold_sums(l * along_rows(new.shrink, l) + sums, 0)
+        acc = rescaled(warpgroup_mma_wait(0, deps=[product]), new.shrink)
+        p = opaque(p)
     else:
-        l = before_wait(l + sums, 1)
+        l = hold_sums(l + sums, 1)
         acc = warpgroup_mma_wait(0, deps=[product])
-        p = known_now(p)
+        p = opaque(p)
     return RunningSoftmax(m, l, acc, p)
 
 
 @gluon.jit
-def step(
+def run_step(
     softmax,  # RunningSoftmax
-    at,  # Step
+    step,  # Step
     factor,  # [ROWS], from products to scores, or None
     program,  # PrefillProgram
     item,  # Item
@@ -256,7 +247,7 @@ def step(
     S: gl.constexpr = softmax.m.type.layout.parent
     tiles, barriers = program.tiles, program.barriers
     batch = program.batch
-    n = at.n
+    n = step.n
     K_STAGES: gl.constexpr = tiles.k.shape[0]
     V_STAGES: gl.constexpr = tiles.v.shape[0]
     stage = n % K_STAGES
@@ -266,23 +257,23 @@ def step(
     mbarrier.wait(barriers.k_full.index(stage), n // K_STAGES & 1)
     qk = multiply_keys(tiles, q_tile, stage, S)
     mbarrier.wait(barriers.v_full.index(last_stage), (n - 1) // V_STAGES & 1)
-    product = accumulate_values(softmax.p, tiles, last_stage, softmax.acc)
+    product = multiply_values(softmax.p, tiles, last_stage, softmax.acc)
     if barriers.mma_turns is not None:
         pass_turn((ROLE + 1) % CONFIG.mma_roles)
     qk = warpgroup_mma_wait(1, deps=[qk])
     mbarrier.arrive(barriers.k_empty.index(stage), count=1)
     if batch.keys.undefined_tail is not None:
-        if at.masked:
-            clear_tail(program, item, at, CONFIG, ROLE)
+        if step.masked:
+            clear_tail(program, item, step, CONFIG, ROLE)
     if batch.lazy_maxima is not None:
-        softmax = lazy_softmax(softmax, product, qk, factor, program, item, at, CONFIG, ROLE)
+        softmax = lazy_softmax(softmax, product, qk, factor, program, item, step, CONFIG, ROLE)
         mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
     else:
-        new = softmax_of_tile(qk, softmax.m, factor, batch, item, at, CONFIG, ROLE)
-        sums = before_wait(new.sums, 0)
+        new = softmax_of_tile(qk, softmax.m, factor, batch, item, step, CONFIG, ROLE)
+        sums = hold_sums(new.sums, 0)
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
-        acc = shrunk(product, new.shrink)
+        acc = rescaled(product, new.shrink)
         l = softmax.l * along_rows(new.shrink, softmax.l) + sums
         p = words_of_pairs(new.weights, tiles.v.dtype)
         softmax = RunningSoftmax(new.m, l, acc, p)
@@ -338,15 +329,15 @@ def mainloop(
     softmax = RunningSoftmax(new.m, new.sums, acc, p)
     for i in range(1, item_tiles.steps):
         tile = tile_of_step(item_tiles, i)
-        at = Step(n + i, tile, i < item_tiles.masked_steps)
-        softmax = step(softmax, at, factor, program, item, q_tile, CONFIG, ROLE)
+        step = Step(n + i, tile, i < item_tiles.masked_steps)
+        softmax = run_step(softmax, step, factor, program, item, q_tile, CONFIG, ROLE)
     if tiles.out is not None:
         if program.scales.unrounded_q is None:
             mbarrier.arrive(barriers.q_empty.index(done.items % Q_STAGES), count=1)
     last = n + item_tiles.steps - 1
     stage = last % V_STAGES
     mbarrier.wait(barriers.v_full.index(stage), last // V_STAGES & 1)
-    product = accumulate_values(softmax.p, tiles, stage, softmax.acc)
+    product = multiply_values(softmax.p, tiles, stage, softmax.acc)
     l = gl.convert_layout(gl.sum(softmax.l, 1), M)
     return LastProduct(product, product, l, softmax.m, Shrink(softmax.m, softmax.m), 1.0)
 
@@ -360,7 +351,7 @@ def wait_last_product(last, n, program):
     if barriers.k_empty is not None:
         mbarrier.arrive(barriers.v_empty.index(n % STAGES), count=1)
     else:
-        arrive(barriers.named.v_free + n % STAGES, barriers.named.v_threads)
+        arrive(barriers.named.v_empty + n % STAGES, barriers.named.v_threads)
         acc = finish_scaled_sums(last, acc, tiles)
     return acc
 
@@ -401,8 +392,8 @@ def sit_out_steps(
         mbarrier.arrive(barriers.k_empty.index(n % K_STAGES), count=1)
         if program.batch.keys.undefined_tail is not None:
             if (i == 0) | (i < item_tiles.masked_steps):
-                at = Step(n, tile_of_step(item_tiles, i), True)
-                clear_tail(program, item, at, CONFIG, ROLE)
+                step = Step(n, tile_of_step(item_tiles, i), True)
+                clear_tail(program, item, step, CONFIG, ROLE)
         if i > 0:
             mbarrier.arrive(barriers.v_empty.index((n - 1) % V_STAGES), count=1)
     last = done.steps + item_tiles.steps - 1
@@ -444,6 +435,7 @@ def mma_role(program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
         ours = has_number(batch, index_in_round(batch, r)) & has_rows(item, CONFIG)
         multiplies = ours & (item_tiles.steps > 0)
         if batch.splitting.items_ptr is not None:
+            # by a schedule a program has one item, so no stage follows those that a role sat out
             if ROLE > 0:
                 sits_out = multiplies & (first_row(item, CONFIG, ROLE) >= num_rows(item, CONFIG))
                 if sits_out:
@@ -456,7 +448,7 @@ def mma_role(program, CONFIG: gl.constexpr, ROLE: gl.constexpr):
             items += 1
             # what is known without the last product, while that is under way
             if results.partial is None:
-                factor = known(finish_rows(last.l, last.m, item, program, CONFIG, ROLE))
+                factor = hold_bits(finish_rows(last.l, last.m, item, program, CONFIG, ROLE))
                 after = next_item(batch, r + 1, CONFIG)
                 after_scales = row_scales_of(after, program, CONFIG, ROLE)
             acc = wait_last_product(last, n - 1, program)
@@ -508,14 +500,14 @@ def next_item(batch, r, CONFIG: gl.constexpr):
     wait for a product, under which it is computed."""
     index = index_in_round(batch, r)
     if batch.by_grid is None:
-        index = gl.minimum(index, again(batch.items, batch.lazy_maxima) - 1)
+        index = gl.minimum(index, rematerialized(batch.items, batch.scarce) - 1)
     item = item_at(batch, index, CONFIG)
     return Item(
         b=item.b,
         sequence=item.sequence,
         split=item.split,
         head=item.head,
-        tile=known(item.tile),
+        tile=hold_bits(item.tile),
         first_q=item.first_q,
         len_q=item.len_q,
         first_k=item.first_k,

@@ -30,12 +30,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from splitkv.kernels.hopper.prefill.items import tile_of_step
+from splitkv.kernels.hopper.prefill.lazy_maxima import TOO_LARGE
 from splitkv.kernels.hopper.prefill.mask import MINUS_INFINITY, choose, seen_keys
+from splitkv.kernels.hopper.prefill.products import (
+    has_16_bits,
+    multiply_keys,
+    multiply_values,
+)
 from splitkv.kernels.hopper.prefill.records import (
     LastProduct,
     Maxima,
@@ -47,7 +52,6 @@ from splitkv.kernels.hopper.prefill.records import (
 )
 from splitkv.kernels.hopper.prefill.scales import (
     MIDDLE,
-    MIDDLE_BITS,
     beside_rows,
     factor_of_rows,
     pairs_of_columns,
@@ -55,20 +59,7 @@ from splitkv.kernels.hopper.prefill.scales import (
     scales_of_columns,
     shared_scale,
 )
-from splitkv.kernels.hopper.prefill.sums import (
-    TOO_LARGE,
-    added_now,
-    along_rows,
-    any_above,
-    dot_of_threads,
-    max_of_rows,
-    shrunk,
-    sums_of_fours,
-    sums_of_threads,
-)
 from splitkv.kernels.hopper.primitives.conversion import (
-    bytes_of_words,
-    halves_of_words,
     ordered_columns,
     words_of,
     words_of_pairs,
@@ -77,9 +68,19 @@ from splitkv.kernels.hopper.primitives.named_barriers import (
     arrive,
     pass_turn_on,
     wait_for_step,
-    wait_for_turn,
+    wait_own_turn,
 )
-from splitkv.kernels.hopper.primitives.scheduling_fences import before_wait, known_now
+from splitkv.kernels.hopper.primitives.row_sums import (
+    added_before_wait,
+    along_rows,
+    dot_of_threads,
+    max_of_rows,
+    rescaled,
+    sums_of_fours,
+    sums_of_threads,
+)
+from splitkv.kernels.hopper.primitives.scheduling_fences import hold_sums, opaque
+from splitkv.kernels.hopper.primitives.votes import any_above
 from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
 
@@ -93,31 +94,6 @@ NEAR_BITS, MOST_E4M3 = map(gl.constexpr, (0x40800000, 0x43E00000))
 def most_log2(dtype):
     """The log2 of the weight that the maximum of a row gets where p has this type."""
     return {"fp8e4nv": NOMINAL.value, "int8": 6.9886846867721655}.get(dtype.name, 0.0)
-
-
-@gluon.constexpr_function
-def has_16_bits(dtype):
-    """Whether values of this type are multiplied in 16 bits."""
-    return dtype.primitive_bitwidth == 16
-
-
-@gluon.jit
-def multiply_keys(tiles, q_tile, stage, S: gl.constexpr):
-    """Issues q @ k.T [ROWS, TILE_N]; sums of integers are MIDDLE more."""
-    ROWS: gl.constexpr = tiles.q.shape[1]
-    TILE_N: gl.constexpr = tiles.k.shape[1]
-    k = tiles.k.index(stage).permute((1, 0))
-    q = tiles.q.index(q_tile)
-    if tiles.k.dtype == gl.int8:
-        start = gl.full([ROWS, TILE_N], MIDDLE_BITS, gl.int32, S)
-        qk = warpgroup_mma(q, k, start, is_async=True)
-    else:
-        start = gl.zeros([ROWS, TILE_N], gl.float32, S)
-        qk = warpgroup_mma(q, k, start, use_acc=False, is_async=True)
-    if tiles.q_rest is not None:
-        k_rest = tiles.k_rest.index(stage).permute((1, 0))
-        qk = warpgroup_mma(tiles.q_rest.index(q_tile), k_rest, qk, is_async=True)
-    return qk
 
 
 @gluon.jit
@@ -155,7 +131,7 @@ def exponents(qk, base, factor, n, scoring, scales):
             base = base - beside_rows(scales.of_tile.index(2 * stage), base)
             y = s * factor[:, None]
             if qk.dtype == gl.int32:  # worked out again, as registers are scarce
-                y = y - (known_now(factor) * MIDDLE)[:, None]
+                y = y - (opaque(factor) * MIDDLE)[:, None]
             y = y * k_scale
             if BARE:
                 y = y - base[:, None]
@@ -202,10 +178,10 @@ def leaves_range(x, sums, scales, dtype: gl.constexpr):
 
 
 @gluon.jit
-def masked_exponents(y, batch, item, at, pos):
+def masked_exponents(y, batch, item, step, pos):
     """Replaces exponents [ROWS, TILE_N] of keys that a row at `pos` [ROWS] does not see by -inf."""
-    if at.masked:
-        y = choose(y, seen_keys(y, batch, item, at.tile, pos), MINUS_INFINITY)
+    if step.masked:
+        y = choose(y, seen_keys(y, batch, item, step.tile, pos), MINUS_INFINITY)
     return y
 
 
@@ -243,7 +219,7 @@ def softmax_of_scaled_tile(
     rows,  # ScaledRows
     program,  # PrefillProgram
     item,  # Item
-    at,  # Step
+    step,  # Step
     FIRST: gl.constexpr,  # of an item
 ):
     """Computes the ScaledTile of the products of one more tile."""
@@ -251,11 +227,11 @@ def softmax_of_scaled_tile(
     dtype: gl.constexpr = program.tiles.v.dtype
     m = maxima.m
     base = finite_or_zero(m)
-    y, stage = exponents(qk, base, rows.factor, at.n, batch.scoring, scales)
+    y, stage = exponents(qk, base, rows.factor, step.n, batch.scoring, scales)
     shrink = gl.full(m.shape, 1.0, gl.float32, m.type.layout)
     own_shrink = shrink
     if dtype == gl.int8:
-        y = masked_exponents(y, batch, item, at, rows.pos)
+        y = masked_exponents(y, batch, item, step, rows.pos)
         highest = max_of_rows(y) - most_log2(dtype)
         m_new = gl.maximum(m, base + highest)
         above = finite_or_zero(m_new)
@@ -267,26 +243,26 @@ def softmax_of_scaled_tile(
         p = rounded(x, dtype)
         sums = sums * along_rows(own_shrink, sums)
     elif FIRST:
-        y = masked_exponents(y, batch, item, at, rows.pos)
+        y = masked_exponents(y, batch, item, step, rows.pos)
         y, maxima, shrink = relative_to_maximum(y, base, maxima, dtype)
         x, sums = weights_of_tile(y, stage, scales)
         p = rounded(x, dtype)
     elif has_16_bits(dtype) or scales.of_k is None:
         x, sums = weights_of_tile(y, stage, scales)
         p = rounded(x, dtype)
-        if leaves_range(x, sums, scales, dtype) | at.masked | (maxima.settle != 0):
-            y = masked_exponents(y, batch, item, at, rows.pos)
+        if leaves_range(x, sums, scales, dtype) | step.masked | (maxima.settle != 0):
+            y = masked_exponents(y, batch, item, step, rows.pos)
             y, maxima, shrink = relative_to_maximum(y, base, maxima, dtype)
             x, sums = weights_of_tile(y, stage, scales)
             p = rounded(x, dtype)
     else:
-        looks = at.masked | (maxima.settle != 0)
+        looks = step.masked | (maxima.settle != 0)
         if not looks:
             x, sums = weights_of_tile(y, stage, scales)
             p = rounded(x, dtype)
             looks = leaves_range(x, sums, scales, dtype)
         if looks:
-            y = masked_exponents(y, batch, item, at, rows.pos)
+            y = masked_exponents(y, batch, item, step, rows.pos)
             y, maxima, shrink = relative_to_maximum(y, base, maxima, dtype)
             x, sums = weights_of_tile(y, stage, scales)
             p = rounded(x, dtype)
@@ -294,23 +270,6 @@ def softmax_of_scaled_tile(
         inverse = beside_rows(scales.of_tile.index(2 * stage + 1), maxima.m)
         sums = sums * along_rows(inverse, sums)
     return ScaledTile(p, sums, maxima, Shrink(shrink, own_shrink))
-
-
-@gluon.jit
-def multiply_values(p, tiles, stage, acc):
-    """Issues p @ v: added to acc in 16 bits; alone in e4m3, of whose sums the tensor cores keep few
-    bits, and in int8, where they are integers."""
-    O: gl.constexpr = acc.type.layout
-    if has_16_bits(tiles.v.dtype):
-        p = halves_of_words(p, tiles.v.dtype, gl.DotOperandLayout(0, O, 2))
-        product = warpgroup_mma(p, tiles.v.index(stage), acc, is_async=True)
-    else:
-        p = bytes_of_words(p, tiles.v.dtype, gl.DotOperandLayout(0, O, 4))
-        SUM: gl.constexpr = gl.int32 if tiles.v.dtype == gl.int8 else gl.float32
-        start = gl.zeros(acc.shape, SUM, O)
-        v = tiles.v.index(stage).permute((1, 0))
-        product = warpgroup_mma(p, v, start, use_acc=False, is_async=True)
-    return product
 
 
 @gluon.jit
@@ -351,13 +310,13 @@ def scaled_softmax(tile, p, l, acc):
 
 
 @gluon.jit
-def step_scaled(
+def run_scaled_step(
     softmax,  # ScaledSoftmax
-    at,  # Step
+    step,  # Step
     rows,  # ScaledRows
     program,  # PrefillProgram
     item,  # Item
-    q_tile,
+    q_tile,  # index of the rows of q
 ):
     """Computes the ScaledSoftmax after one more tile of keys; its p is multiplied in the next
     step."""
@@ -368,10 +327,10 @@ def step_scaled(
     K_STAGES: gl.constexpr = tiles.k.shape[0]
     V_STAGES: gl.constexpr = tiles.v.shape[0]
     VALUES_FIRST: gl.constexpr = tiles.v.dtype == gl.float8e4nv and scales.of_k is None
-    stage = at.n % K_STAGES
-    last_stage = (at.n - 1) % V_STAGES
-    wait_for_step(at.n, named)
-    wait_for_turn(named)
+    stage = step.n % K_STAGES
+    last_stage = (step.n - 1) % V_STAGES
+    wait_for_step(step.n, named)
+    wait_own_turn(named)
     if VALUES_FIRST:
         product = multiply_values(softmax.p, tiles, last_stage, acc)
     qk = multiply_keys(tiles, q_tile, stage, S)
@@ -382,30 +341,30 @@ def step_scaled(
     maxima = Maxima(softmax.m, softmax.top, softmax.settle)
     if has_16_bits(tiles.v.dtype):
         qk = warpgroup_mma_wait(1, deps=[qk])
-        arrive(named.k_free + stage, named.k_threads)
-        new = softmax_of_scaled_tile(p, l, qk, maxima, rows, program, item, at, False)
-        sums = before_wait(new.sums, 0)
+        arrive(named.k_empty + stage, named.k_threads)
+        new = softmax_of_scaled_tile(p, l, qk, maxima, rows, program, item, step, False)
+        sums = hold_sums(new.sums, 0)
         product = warpgroup_mma_wait(0, deps=[product])
-        arrive(named.v_free + last_stage, named.v_threads)
-        p = known_now(new.p)
-        acc = shrunk(product, new.shrink.before)
+        arrive(named.v_empty + last_stage, named.v_threads)
+        p = opaque(new.p)
+        acc = rescaled(product, new.shrink.before)
     else:
         if VALUES_FIRST:
             product = warpgroup_mma_wait(1, deps=[product])
-            arrive(named.v_free + last_stage, named.v_threads)
-            acc = added_now(acc, product)
+            arrive(named.v_empty + last_stage, named.v_threads)
+            acc = added_before_wait(acc, product)
             qk = warpgroup_mma_wait(0, deps=[qk])
-            arrive(named.k_free + stage, named.k_threads)
+            arrive(named.k_empty + stage, named.k_threads)
         else:
             qk, product = warpgroup_mma_wait(0, deps=[qk, product])
-            arrive(named.k_free + stage, named.k_threads)
-            arrive(named.v_free + last_stage, named.v_threads)
+            arrive(named.k_empty + stage, named.k_threads)
+            arrive(named.v_empty + last_stage, named.v_threads)
             acc = accumulate(acc, product, softmax.shrink)
-        new = softmax_of_scaled_tile(p, l, qk, maxima, rows, program, item, at, False)
+        new = softmax_of_scaled_tile(p, l, qk, maxima, rows, program, item, step, False)
         p = new.p
         sums = new.sums
         if product.dtype == gl.float32:
-            acc = shrunk(acc, new.shrink.before)
+            acc = rescaled(acc, new.shrink.before)
     l = l * along_rows(new.shrink.before, l) + sums
     return scaled_softmax(new, p, l, acc)
 
@@ -450,7 +409,7 @@ def mainloop_scaled(
     wait_for_step(n, named)
     qk = multiply_keys(tiles, q_tile, stage, S)
     qk = warpgroup_mma_wait(0, deps=[qk])
-    arrive(named.k_free + stage, named.k_threads)
+    arrive(named.k_empty + stage, named.k_threads)
     m = gl.full([ROWS], float("-inf"), gl.float32, M)
     tile = tile_of_step(item_tiles, 0)
     masked = (item_tiles.masked_steps > 0) | (item_tiles.visit.count == 0)
@@ -461,8 +420,8 @@ def mainloop_scaled(
     softmax = scaled_softmax(new, new.p, new.sums, acc)
     for i in range(1, item_tiles.steps):
         tile = tile_of_step(item_tiles, i)
-        at = Step(n + i, tile, i < item_tiles.masked_steps)
-        softmax = step_scaled(softmax, at, rows, program, item, q_tile)
+        step = Step(n + i, tile, i < item_tiles.masked_steps)
+        softmax = run_scaled_step(softmax, step, rows, program, item, q_tile)
     if tiles.out is not None:
         if scales.unrounded_q is None:
             mbarrier.arrive(barriers.q_empty.index(done.items % Q_STAGES), count=1)

@@ -17,7 +17,8 @@ see prefill/scales.py. Steps are in prefill/mma_scaled.py; warpgroups take turns
 where int8 keys have scales of their own.
 
 The start and the end count most where rows are few. Programs that know their item by their place in
-the grid issue its first copies before warps have their roles (prefill/specialize.py).
+the grid issue its first copies before warps have their roles, and one that has a single item goes
+through no loop of items (prefill/mma_one_item.py).
 
 Shapes      those of kernels/prefill.py, out in the working type; q_scale one number, [num_heads] or
             one a token and head; k_scale and v_scale one number, [(batch,) num_kv_heads] or one a
@@ -83,8 +84,8 @@ from splitkv.kernels.hopper.prefill.records import (
 )
 from splitkv.kernels.hopper.prefill.specialize import specialize_convert
 from splitkv.kernels.hopper.primitives.conversion import PART
-from splitkv.kernels.hopper.primitives.named_barriers import FIRST, PHASES, READY, Numbers
-from splitkv.kernels.hopper.primitives.tma_ring import allocate, arrivals
+from splitkv.kernels.hopper.primitives.named_barriers import FIRST, PHASES, READY, NamedBarriers
+from splitkv.kernels.hopper.primitives.tma_ring import allocate_wgmma_tiles, make_barriers
 from splitkv.kernels.host.launch import Grid
 from splitkv.kernels.host.sequences import sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads
@@ -108,9 +109,10 @@ SIZES = [  # arguments whose values are no reason to compile again
 
 
 @gluon.jit
-def allocate_columns(DTYPE: gl.constexpr, SLOTS: gl.constexpr, TILE_N: gl.constexpr):
+def allocate_columns(DTYPE: gl.constexpr, STAGES: gl.constexpr, TILE_N: gl.constexpr):
+    """Allocates a number a key [STAGES, TILE_N]."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(DTYPE, [SLOTS, TILE_N], layout)
+    return gl.allocate_shared_memory(DTYPE, [STAGES, TILE_N], layout)
 
 
 @gluon.jit
@@ -206,16 +208,17 @@ def hopper_prefill_quantised(
         width=width,
         items=items,
         lazy_maxima=None,
+        scarce=None,
         by_grid=by_grid,
     )
     item = None
     if by_grid is not None:  # its length arrives while barriers are set up
         item = item_at_grid(work, 0, CONFIG)
     # tiles as they arrive, rows of q as they are multiplied, rows of out
-    q_boxes, q = allocate(q_desc, CONFIG.q_stages, TILE_M, DIM)
-    k_boxes, k_stored = allocate(k_desc, STAGES, TILE_N, DIM)
-    v_boxes, v_stored = allocate(v_desc, STAGES, TILE_N, DIM)
-    out_boxes, out = allocate(out_desc, 1, TILE_M, DIM)
+    q_boxes, q = allocate_wgmma_tiles(q_desc, CONFIG.q_stages, TILE_M, DIM)
+    k_boxes, k_stored = allocate_wgmma_tiles(k_desc, STAGES, TILE_N, DIM)
+    v_boxes, v_stored = allocate_wgmma_tiles(v_desc, STAGES, TILE_N, DIM)
+    out_boxes, out = allocate_wgmma_tiles(out_desc, 1, TILE_M, DIM)
     unrounded_q = None
     if q_desc.dtype != K_TYPE:
         unrounded_q = q
@@ -223,9 +226,9 @@ def hopper_prefill_quantised(
         rounded: gl.constexpr = gl.NVMMASharedLayout(min(128, DIM * BITS // 8), BITS, rank=2)
         q = gl.allocate_shared_memory(K_TYPE, [1, TILE_M, DIM], rounded)
     # barriers, and tiles that are made ready
-    q_full, q_empty = arrivals(CONFIG.q_stages, 1), arrivals(CONFIG.q_stages, 1)
-    v_arrived, v_empty = arrivals(STAGES, 1), arrivals(STAGES, 1)
-    v_full = arrivals(READY, 1)
+    q_full, q_empty = make_barriers(CONFIG.q_stages, 1), make_barriers(CONFIG.q_stages, 1)
+    v_arrived, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
+    v_full = make_barriers(READY, 1)
     v = allocate_ready(v_stored, CONFIG.v_type)
     KEYS: gl.constexpr = TILE_N if CONFIG.warpgroups == 1 else PART  # dequantized at a time
     v_ring = ConvertRing(
@@ -235,20 +238,20 @@ def hopper_prefill_quantised(
         empty=v_empty,
         ready_full=v_full,
     )
-    k_arrived = arrivals(STAGES, 1)
+    k_arrived = make_barriers(STAGES, 1)
     k = k_stored
     # keys that are multiplied as they are stored are given back to the load role
     THREADS: gl.constexpr = 2 * TILE_M
     K_THREADS: gl.constexpr = THREADS + (32 if STORED == K_TYPE else 128)
-    V_FREE: gl.constexpr = FIRST + PHASES * CONFIG.warpgroups
+    V_EMPTY: gl.constexpr = FIRST + PHASES * CONFIG.warpgroups
     turns = None
     if CONFIG.mma_order == "in_turns":  # the barriers that are left
-        turns = V_FREE + READY + STAGES
-    named = Numbers(
+        turns = V_EMPTY + READY + STAGES
+    named = NamedBarriers(
         warpgroups=CONFIG.warpgroups,
-        k_free=V_FREE + READY,
+        k_empty=V_EMPTY + READY,
         k_threads=K_THREADS,
-        v_free=V_FREE,
+        v_empty=V_EMPTY,
         v_threads=THREADS + 128,
         turns=turns,
     )
@@ -257,7 +260,7 @@ def hopper_prefill_quantised(
         k_empty = None
         load_named = named
     else:
-        k_empty = arrivals(STAGES, 1)
+        k_empty = make_barriers(STAGES, 1)
         k = allocate_ready(k_stored, K_TYPE)
         k_ring = ConvertRing(
             stored=stored_pieces(k_stored, k, KEYS),

@@ -160,8 +160,9 @@ class SequenceBatch(NamedTuple):
     lane_heads            heads of q that are not packed into rows
     tiles, lanes          row tiles of a lane, and lanes; width: lanes that go together
     items                 row tiles of all lanes, and their further splits
-    lazy_maxima           not None: steps look for a maximum only where a weight is too large, and
-                          want all registers: what follows from these sizes is worked out again
+    lazy_maxima           not None: steps look for a maximum only where a weight is too large
+    scarce                not None: such steps need all registers, so what follows from these sizes
+                          is computed anew wherever it is used: see `rematerialized`
     by_grid               not None: the place of a program in the grid says which item it has, as
                           split, lane of a sequence, sequence; dense, a lane has one row tile, and
                           `items` is how many sequences a program goes through, None: one
@@ -181,6 +182,7 @@ class SequenceBatch(NamedTuple):
     width: Any
     items: Any
     lazy_maxima: Any
+    scarce: Any
     by_grid: Any = None
 
 
@@ -238,7 +240,8 @@ class PerOperand(NamedTuple):
 
 
 class OperandMemory(NamedTuple):
-    """Shared memory for rows of q and for rings of K and V, as boxes and as tiles."""
+    """Shared memory for rows of q and for rings of K and V, as boxes and as tiles: the fields of
+    PerOperand that every kernel has, as a device function cannot return None among others."""
 
     q_boxes: Any
     q: Any
@@ -249,7 +252,8 @@ class OperandMemory(NamedTuple):
 
 
 class RingBarriers(NamedTuple):
-    """Barriers of the rings of q, K and V: what has arrived (full), what may be overwritten."""
+    """Barriers of the rings of q, K and V, of stages that have arrived (full) or may be overwritten
+    (empty): the fields of PipelineBarriers that every kernel has."""
 
     q_full: Any
     q_empty: Any
@@ -263,7 +267,8 @@ class PipelineBarriers(NamedTuple):
     """Barriers between the roles: what has arrived (full), what may be overwritten (empty).
 
     mma_turns   not None: warpgroups take turns at issuing products
-    named       Numbers of `hopper_prefill_quantised`, which stand for some of the others; or None
+    named       NamedBarriers of `hopper_prefill_quantised` in the place of k_full, k_empty and
+                v_empty; or None
     """
 
     q_full: Any
@@ -363,7 +368,7 @@ class Converts(NamedTuple):
     batch    SequenceBatch
     rings    ConvertRings
     scales   OperandScales
-    named    Numbers of primitives/named_barriers.py
+    named    NamedBarriers of primitives/named_barriers.py
     """
 
     batch: Any

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from splitkv.kernels.hopper.prefill.load import wait_q_full
 from splitkv.kernels.hopper.prefill.records import RowScales
-from splitkv.kernels.hopper.prefill.sums import along_rows
+from splitkv.kernels.hopper.primitives.row_sums import along_rows
 from splitkv.kernels.hopper.primitives.tma_ring import reinterpret
 from splitkv.rounding import MIN_SCALE
 

@@ -8,26 +8,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from splitkv.kernels.hopper.prefill.cluster_merge import merge_pair
 from splitkv.kernels.hopper.prefill.convert import convert_role
-from splitkv.kernels.hopper.prefill.epilogue import (
-    finish_rows,
-    store_absent_split,
-    store_results,
-    store_split_or_results,
-)
-from splitkv.kernels.hopper.prefill.items import item_at, tiles_of_item
 from splitkv.kernels.hopper.prefill.load import load_role
-from splitkv.kernels.hopper.prefill.mma import mma_role, row_scales_of, wait_last_product
-from splitkv.kernels.hopper.prefill.mma_scaled import mainloop_scaled, sums_layout
-from splitkv.kernels.hopper.prefill.records import Converts, Loads, Progress
-from splitkv.kernels.hopper.prefill.scales import rows_layout
-from splitkv.kernels.hopper.prefill.sums import declare_any
+from splitkv.kernels.hopper.prefill.mma import mma_role
+from splitkv.kernels.hopper.prefill.mma_one_item import mma_role_beside_convert
+from splitkv.kernels.hopper.prefill.records import Converts, Loads
 from splitkv.kernels.hopper.primitives.cluster import arrive_running
-from splitkv.kernels.hopper.primitives.named_barriers import give_first_turn
-from splitkv.kernels.hopper.primitives.scheduling_fences import known
 
 
 @gluon.constexpr_function
@@ -46,66 +33,6 @@ def load_registers(warpgroups, paged):
     if warpgroups == 1:
         return 64
     return 40 if paged else 24
-
-
-@gluon.jit
-def store_item(last, item, item_tiles, program, CONFIG: gl.constexpr):
-    """Stores the results, or the partial, of the only item of a program, once its LastProduct is
-    there."""
-    n = item_tiles.steps - 1
-    if program.results.partial is None:
-        factor = known(finish_rows(last.l, last.m, item, program, CONFIG, 0))
-        acc = wait_last_product(last, n, program)
-        store_results(acc, last.l, factor, item, program, CONFIG, 0)
-    else:
-        acc = wait_last_product(last, n, program)
-        whole = item_tiles.is_whole
-        store_split_or_results(acc, last.l, last.m, whole, item, program, CONFIG, 0)
-
-
-@gluon.jit
-def mma_role_of_one_item(program, CONFIG: gl.constexpr):
-    """Multiplies the rows of the only item of a program, with keys and values in 8 bits."""
-    batch, tiles = program.batch, program.tiles
-    ROWS: gl.constexpr = tiles.q.shape[1]
-    n = gl.program_id(0) * 0
-    declare_any(0)
-    give_first_turn(program.barriers.named)
-    item = item_at(batch, n, CONFIG)
-    row_scales = row_scales_of(item, program, CONFIG, 0)
-    item_tiles = tiles_of_item(batch, item, CONFIG)
-    done = Progress(n, n)
-    if CONFIG.cluster_size > 0:
-        DIM_V: gl.constexpr = tiles.q.shape[2]
-        O: gl.constexpr = sums_layout(DIM_V, tiles.v.dtype, gl.num_warps())
-        M: gl.constexpr = rows_layout(tiles.k.shape[1], tiles.k.dtype, gl.num_warps())
-        acc = gl.zeros([ROWS, DIM_V], gl.float32, O)
-        l = gl.zeros([ROWS], gl.float32, M)
-        m = gl.full([ROWS], float("-inf"), gl.float32, M)
-        if item_tiles.steps > 0:
-            last = mainloop_scaled(program, item, item_tiles, done, row_scales, CONFIG)
-            l = last.l
-            m = last.m
-            acc = wait_last_product(last, item_tiles.steps - 1, program)
-        merge_pair(acc, l, m, item, program, CONFIG)
-    elif item_tiles.steps > 0:
-        last = mainloop_scaled(program, item, item_tiles, done, row_scales, CONFIG)
-        store_item(last, item, item_tiles, program, CONFIG)
-        tma.store_wait(0)
-    elif program.results.partial is not None:
-        store_absent_split(ROWS, item, program, CONFIG, 0)
-
-
-@gluon.jit
-def mma_role_beside_convert(program, CONFIG: gl.constexpr):
-    """The mma role of all warpgroups together: `mma_role`, or its like of one item."""
-    batch = program.batch
-    if batch.by_grid is None:
-        mma_role(program, CONFIG, 0)
-    elif batch.items is None:
-        mma_role_of_one_item(program, CONFIG)
-    else:
-        mma_role(program, CONFIG, 0)
 
 
 @gluon.jit

@@ -13,11 +13,11 @@ Traffic     keys and values are read in 8 bits, written in 16 and read again; th
             kernels/prefill.py. Workspace: 16 bits for each element of keys and values, for as many
             keys of every sequence as the longest may have
 Numerics    keys, values and queries times their scales are rounded to the working type, as by
-            `reference` in working precision; from then on as hopper/prefill.py
+            `reference` in working precision; from then on as hopper/prefill/kernel.py
 Limits      int8, e4m3 or e5m2; no lse with products widened or of q in 8 bits, as rounding leaves
             it more than 1e-3 off: of scores around 10 by 2e-3 in fp16, by 4e-2 in bf16; no
-            gradient; otherwise those of hopper/prefill.py for keys as they are; pages and strides
-            of keys of any size
+            gradient; otherwise those of hopper/prefill/kernel.py for keys as they are; pages and
+            strides of keys of any size
 """
 
 from __future__ import annotations

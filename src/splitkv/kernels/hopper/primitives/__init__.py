@@ -1,1 +1,2 @@
-"""Primitives of the architecture: rings filled by TMA, barriers, clusters, conversions."""
+"""Primitives that the kernels for sm_90 share: rings filled by TMA, barriers of the hardware,
+clusters, fences, votes, sums of rows in the layouts of wgmma, 8-bit conversion."""

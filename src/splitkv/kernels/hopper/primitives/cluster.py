@@ -9,26 +9,26 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from splitkv.kernels.hopper.primitives.inline_asm import act, act_alone
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx, run_ptx_alone
 
 
 @gluon.jit
 def arrive_running(CLUSTER: gl.constexpr):
     """Tells the cluster that this program runs, for `wait_cluster`; CLUSTER: its size, or 0."""
     if CLUSTER > 0:
-        act_alone("barrier.cluster.arrive.relaxed.aligned;")
+        run_ptx_alone("barrier.cluster.arrive.relaxed.aligned;")
 
 
 @gluon.jit
 def arrive_written():
     """Tells the cluster that what this program sent is there."""
-    act_alone("barrier.cluster.arrive.release.aligned;")
+    run_ptx_alone("barrier.cluster.arrive.release.aligned;")
 
 
 @gluon.jit
 def wait_cluster():
     """Waits until all programs of the cluster have arrived, and sees what they sent."""
-    act_alone("barrier.cluster.wait.acquire.aligned;")
+    run_ptx_alone("barrier.cluster.wait.acquire.aligned;")
 
 
 @gluon.jit
@@ -55,7 +55,7 @@ def wait_at(barrier, phase):
         mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2;
         @!done bra.uni AGAIN;
         }"""
-    act(CODE, "r,r", (barrier, phase))
+    run_ptx(CODE, "r,r", (barrier, phase))
 
 
 @gluon.jit
@@ -89,7 +89,7 @@ def send_one(at, to, x, ok):
         mapa.shared::cluster.u32 a, $1, $2;
         @p st.shared::cluster.f32 [a], $3;
         }"""
-    act(CODE, "r,r,r,r", (at, to, x, ok.to(gl.int32)))
+    run_ptx(CODE, "r,r,r,r", (at, to, x, ok.to(gl.int32)))
 
 
 @gluon.jit

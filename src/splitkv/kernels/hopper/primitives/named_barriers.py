@@ -1,7 +1,16 @@
-"""Barriers of the hardware, by number: a block has 16, of which Triton takes the first ones.
+"""Barriers of the hardware, by number: a program has 16, and all that these kernels use are here.
 
-A warp arrives by itself, where at a barrier in shared memory its warps would have to meet first, at
-every arrival and at every wait.
+A warp arrives at one by itself, where at an mbarrier the warps of a role would have to meet first,
+at every arrival and at every wait.
+
+    0            Triton's, for the warps of the first role
+    1            Triton's, where roles begin and end
+    2, 3, ..     Triton's, for each further role in which warps meet
+    4 to 15      `hopper_prefill_quantised`: NamedBarriers
+    8, 9, 10     `hopper_prefill`, `hopper_prefill_half`: turns of three warpgroups
+    9            decode: votes of all warps that multiply
+    14           warpgroups that clear a tile together, but for `hopper_prefill_quantised`
+    15           no warp comes to it: see scheduling_fences.py
 """
 
 from __future__ import annotations
@@ -10,29 +19,38 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from splitkv.kernels.hopper.primitives.inline_asm import act
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
+from splitkv.kernels.hopper.primitives.tma_ring import thread_barrier
 from splitkv.kernels.limits import hopper_prefill_quantised
 
-FIRST = gl.constexpr(4)  # Triton has one for the first warps, one to begin, one for each role
-PHASES = gl.constexpr(3)  # of steps: those who make tiles ready are less than three steps ahead
-READY = gl.constexpr(hopper_prefill_quantised.READY)  # slots for what has been made ready
+FIRST = gl.constexpr(4)  # of NamedBarriers: there, 2 and 3 are those of the convert and load roles
+FIRST_TURN = gl.constexpr(8)
+VOTE = gl.constexpr(9)
+ALL_CLEARED = gl.constexpr(14)
+NEVER = gl.constexpr(15)
+PHASES = gl.constexpr(3)  # of steps: the convert role is less than three steps ahead
+READY = gl.constexpr(hopper_prefill_quantised.READY)  # stages of converted tiles
 
 
-class Numbers(NamedTuple):
-    """Which barriers say what in `hopper_prefill_quantised`, and to how many threads.
+class NamedBarriers(NamedTuple):
+    """The barriers of `hopper_prefill_quantised` beside mbarriers: numbers, and threads that meet.
 
-    warpgroups  that multiply, each of which is told apart from the others that a step may begin
-    k_free      the first of those that say that a slot of keys is free again, k_threads take part
-    v_free      of values, v_threads
-    turns       the first of those by which two warpgroups take turns at issuing products, or None:
+    From FIRST on: PHASES for each of `warpgroups` that multiply, which say that a step may begin.
+
+    v_empty     the first of READY that say that a stage of converted values has been read, at which
+                v_threads meet
+    k_empty     the same of keys, k_threads: of converted ones, or of stages of the ring where keys
+                are multiplied as they are stored
+    turns       the first of two by which two warpgroups take turns at issuing products, or None:
                 either may at any time
     """
 
     warpgroups: Any
-    k_free: Any
+    k_empty: Any
     k_threads: Any
-    v_free: Any
+    v_empty: Any
     v_threads: Any
     turns: Any
 
@@ -40,7 +58,8 @@ class Numbers(NamedTuple):
 WAIT = gl.constexpr("bar.sync $1, $2;")
 MEET = gl.constexpr("barrier.sync $1, $2;")
 ARRIVE = gl.constexpr("bar.arrive $1, $2;")
-# The first warps of a program are those that multiply.
+# $1 and $2 as in the functions below. The first warps of a program are those that multiply, so the
+# number of a thread's warpgroup is tid / 128.
 WAIT_FOR_STEP = gl.constexpr(f"""{{
     .reg .b32 id;
     mov.u32 id, %tid.x;
@@ -65,14 +84,14 @@ GIVE_FIRST_TURN = gl.constexpr("""{
     setp.ge.u32 other, id, 128;
     @other bar.arrive $1, $2;
     }""")
-WAIT_FOR_TURN = gl.constexpr("""{
+WAIT_OWN_TURN = gl.constexpr("""{
     .reg .b32 id;
     mov.u32 id, %tid.x;
     shr.u32 id, id, 7;
     add.u32 id, id, $1;
     bar.sync id, $2;
     }""")
-PASS_TURN = gl.constexpr("""{
+PASS_TURN_ON = gl.constexpr("""{
     .reg .b32 id;
     mov.u32 id, %tid.x;
     shr.u32 id, id, 7;
@@ -87,7 +106,7 @@ def at_number(CODE: gl.constexpr, number, other):
     """Runs PTX instructions with two run-time integers, $1 and $2: the number of a barrier and its
     threads."""
     zero = gl.program_id(0) * 0
-    act(CODE, "r,r", (zero + number, zero + other))
+    run_ptx(CODE, "r,r", (zero + number, zero + other))
 
 
 @gluon.jit
@@ -111,35 +130,68 @@ def meet(number, threads):
 
 
 @gluon.jit
-def wait_for_step(n, numbers):
+def all_cleared(WARPGROUPS: gl.constexpr):
+    """Waits until all warpgroups that clear a tile have done so, and makes it visible to their
+    products."""
+    fence_async_shared()
+    if WARPGROUPS == 1:
+        thread_barrier()
+    else:
+        meet(ALL_CLEARED, 128 * WARPGROUPS)
+
+
+# --- turns at issuing products: each warpgroup is a role ---------------------------------------
+
+
+@gluon.jit
+def wait_turn(W: gl.constexpr):
+    """Waits until warpgroup W may issue products; called by W."""
+    wait(FIRST_TURN + W, 256)
+
+
+@gluon.jit
+def pass_turn(W: gl.constexpr):
+    """Lets warpgroup W issue products; called by the one before. The last one calls it once before
+    all steps, so that W = 0 begins."""
+    arrive(FIRST_TURN + W, 256)
+
+
+# --- turns at issuing products: two warpgroups are one role ------------------------------------
+
+
+@gluon.jit
+def give_first_turn(named):
+    """Lets the first warpgroup issue products; called by both, once, before all steps."""
+    if named.turns is not None:
+        at_number(GIVE_FIRST_TURN, named.turns, 256)
+
+
+@gluon.jit
+def wait_own_turn(named):
+    """Waits until the warpgroup of this thread may issue products."""
+    if named.turns is not None:
+        at_number(WAIT_OWN_TURN, named.turns, 256)
+
+
+@gluon.jit
+def pass_turn_on(named):
+    """Lets the other warpgroup issue products."""
+    if named.turns is not None:
+        at_number(PASS_TURN_ON, named.turns, 256)
+
+
+# --- steps, of the convert role and those that multiply ----------------------------------------
+
+
+@gluon.jit
+def begin_step(n, named):
+    """Tells the mma warpgroups that step n is ready; called by the 128 threads of the convert
+    role."""
+    at_number(BEGIN_STEP, n % PHASES, named.warpgroups)
+
+
+@gluon.jit
+def wait_for_step(n, named):
     """Waits until the keys of step n and the values of the step before are ready to be
     multiplied."""
-    at_number(WAIT_FOR_STEP, n % PHASES, numbers.warpgroups)
-
-
-@gluon.jit
-def begin_step(n, numbers):
-    """Tells the mma warpgroups that a step is ready; called by each of the 128 threads that convert
-    tiles."""
-    at_number(BEGIN_STEP, n % PHASES, numbers.warpgroups)
-
-
-@gluon.jit
-def give_first_turn(numbers):
-    """Lets the first warpgroup issue products; called by the second, once, before the loop."""
-    if numbers.turns is not None:
-        at_number(GIVE_FIRST_TURN, numbers.turns, 256)
-
-
-@gluon.jit
-def wait_for_turn(numbers):
-    """Waits until it is this warpgroup's turn to issue products."""
-    if numbers.turns is not None:
-        at_number(WAIT_FOR_TURN, numbers.turns, 256)
-
-
-@gluon.jit
-def pass_turn_on(numbers):
-    """Gives the turn to issue products to the other warpgroup."""
-    if numbers.turns is not None:
-        at_number(PASS_TURN, numbers.turns, 256)
+    at_number(WAIT_FOR_STEP, n % PHASES, named.warpgroups)

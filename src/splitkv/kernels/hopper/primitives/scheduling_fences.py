@@ -1,31 +1,52 @@
-"""Fences for the compilers' schedulers: each makes a value known at a place of the program, where
-they would otherwise compute it earlier or later."""
+"""Fences for the schedulers of LLVM and ptxas, which move arithmetic over waits for products.
+
+A warpgroup works out weights while a product is under way, and waits for that product afterwards.
+ptxas moves such a wait up over all arithmetic that does not depend on it, and nothing would run
+under the product. It moves no wait over a barrier. So what is held here is asked, in a branch, for
+something that it cannot be, and in that branch is a barrier that no warp comes to.
+
+    hold_sums        sums of weights are there before the next wait; they are never this large
+    hold_bits        any number is; none has this pattern of bits
+    opaque           a copy that neither compiler sees through: nothing behind it is computed before
+    rematerialized   an integer whose consequences are computed where they are used
+    count_programs   the size of the grid, likewise
+
+`added_before_wait` of row_sums.py and `hold_words` of backward/masked_weights.py do the same.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-SUMS_ARE_KNOWN = gl.constexpr("""{
+from splitkv.kernels.hopper.primitives.named_barriers import NEVER
+
+SUMS_ARE_KNOWN = gl.constexpr(f"""{{
     .reg .pred p;
     .reg .f32 both;
     add.f32 both, $2, $3;
     setp.gt.f32 p, both, 0f7F7FFFFF;
-    @p bar.sync 15, 128;
+    @p bar.sync {NEVER.value}, 128;
     mov.b32 $0, $2;
     mov.b32 $1, $3;
-    }""")
+    }}""")
+BITS_ARE_KNOWN = gl.constexpr(
+    "{ .reg .pred p; setp.eq.b32 p, $1, 0x7FFFDEAD; "
+    f"@p bar.sync {NEVER.value}, 128; mov.b32 $0, $1; }}"
+)
 
 
 @gluon.jit
-def before_wait(sums, BRANCH: gl.constexpr):
+def hold_sums(sums, BRANCH: gl.constexpr):
     """Keeps sums of weights, known before the next wait for a product.
 
-    ptxas moves such a wait up over all arithmetic, and the exponentials would no longer run under
-    the product. Over a barrier it does not; this one is for sums that are impossible. Branches with
-    numbers of their own stay apart: what they have in common would else be moved behind both.
+    Weights are relative to maxima, so sums of them are finite or NaN, which is not above anything:
+    no two come to more than fp32 has. Where they could, warps would wait for ever.
+
+    BRANCH   a number of the branch that this is in: what branches have in common would else be
+             moved behind both
     """
-    CODE: gl.constexpr = named(SUMS_ARE_KNOWN, BRANCH)
+    CODE: gl.constexpr = tagged(SUMS_ARE_KNOWN, BRANCH)
     return gl.inline_asm_elementwise(
         CODE,
         "=r,=r,r,r",
@@ -37,17 +58,16 @@ def before_wait(sums, BRANCH: gl.constexpr):
 
 
 @gluon.constexpr_function
-def named(code, number):
+def tagged(code, number):
     """Instructions told from the same ones with another number."""
     return f"// {number}\n{code}"
 
 
 @gluon.jit
-def known(x):
-    """Keeps numbers, known before the next wait for a product: as `before_wait`, with a barrier
-    for a pattern of bits that no integer here and no result of arithmetic has."""
+def hold_bits(x):
+    """Keeps numbers of 32 bits, known before the next wait for a product."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.eq.b32 p, $1, 0x7FFFDEAD; @p bar.sync 15, 128; mov.b32 $0, $1; }",
+        BITS_ARE_KNOWN,
         "=r,r",
         [x],
         dtype=x.dtype,
@@ -57,26 +77,28 @@ def known(x):
 
 
 @gluon.jit
-def known_now(x):
-    """Keeps 32-bit values in registers of their own up to here, and lets nothing be computed from
-    them before: a product that is under way writes to those registers."""
+def opaque(x):
+    """Copies 32-bit values to registers of their own. Nothing is computed from the copy before it
+    is made: a product that is under way writes to registers that are still read until then."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def again(x, scarce):
+def rematerialized(x, scarce):
     """Returns an integer such that what follows from it is computed where it is used. Without it,
-    that is computed once before all items and held in registers that every step lacks. scarce: not
-    None where registers are; None: the integer is returned as it is."""
+    that is computed once before all items and held in registers that every step lacks.
+
+    scarce   not None where registers are; None: the integer is returned as it is
+    """
     if scarce is not None:
-        x = known_now(x)
+        x = opaque(x)
     return x
 
 
 @gluon.jit
-def programs(scarce):
+def count_programs(scarce):
     """Returns the number of programs, read anew where registers are `scarce` (not None)."""
     count = gl.num_programs(0)
     if scarce is not None:

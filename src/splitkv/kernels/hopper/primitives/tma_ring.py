@@ -1,4 +1,15 @@
-"""A ring of tiles in shared memory, filled by TMA: its memory, its barriers, its order."""
+"""A ring of tiles in shared memory, filled by TMA: its memory, its barriers, its order.
+
+Tile n, from 0 on, of a ring of STAGES stages is in stage n % STAGES, which was used n // STAGES
+times before. A stage has two mbarriers: `full`, at which copies arrive, and `empty`, at which
+whoever has read the tile arrives. A wait for a parity passes once the phase of that parity is over,
+so with phase = n // STAGES & 1 who reads waits for full[stage] with `phase`, and who copies waits
+for empty[stage] with 1 - phase, which passes at once where the stage has never been used.
+
+The same memory is seen twice: as `boxes`, which TMA fills one at a time, and as `tiles`, which
+products read. A box has the keys of a tile that lie together, all or those in one page, and all of
+the columns or a panel of them, 128 bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from splitkv.kernels.hopper.primitives.inline_asm import act
+from splitkv.kernels.hopper.primitives.inline_asm import run_ptx
 
 # Renamed between Triton 3.6 and 3.9.
 _memory = gl.shared_memory_descriptor
@@ -48,65 +59,70 @@ def columns_of_box(shape):
 
 
 @gluon.jit
-def allocate_ring(desc, SLOTS: gl.constexpr, TILE_N: gl.constexpr):
-    """Allocates tiles, as boxes [stages * boxes, *box] and as tiles [stages, TILE_N, dim]."""
+def allocate_ldmatrix_tiles(desc, STAGES: gl.constexpr, TILE_N: gl.constexpr):
+    """Allocates the memory of a ring whose tiles go to registers by ldmatrix, for mma: (boxes
+    [STAGES * boxes of a tile, *box], tiles [STAGES, TILE_N, dim])."""
     BOX: gl.constexpr = keys_of_box(desc.block_type.shape)
     DIM: gl.constexpr = columns_of_box(desc.block_type.shape)
-    shape: gl.constexpr = [SLOTS * (TILE_N // BOX)] + desc.block_type.shape
+    shape: gl.constexpr = [STAGES * (TILE_N // BOX)] + desc.block_type.shape
     boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    tiles = reinterpret(boxes, desc.dtype, [SLOTS, TILE_N, DIM], tile_layout(TILE_N, DIM, BOX))
+    tiles = reinterpret(boxes, desc.dtype, [STAGES, TILE_N, DIM], tile_layout(TILE_N, DIM, BOX))
     return boxes, tiles
 
 
 @gluon.jit
-def allocate(desc, SLOTS: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
-    """Shared memory as boxes [slots * boxes of a tile, *box] and as tiles [SLOTS, TILE, DIM]."""
+def allocate_wgmma_tiles(desc, STAGES: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr):
+    """Allocates the memory of a ring whose tiles wgmma reads where they are: (boxes [STAGES * boxes
+    of a tile, *box], tiles [STAGES, TILE, DIM]). Boxes of the same columns follow each other."""
     BOX: gl.constexpr = desc.block_type.shape
     BOXES: gl.constexpr = TILE * DIM // (BOX[1] * BOX[2] * BOX[3])
-    shape: gl.constexpr = [SLOTS * BOXES, BOX[0], BOX[1], BOX[2], BOX[3]]
+    shape: gl.constexpr = [STAGES * BOXES, BOX[0], BOX[1], BOX[2], BOX[3]]
     SWIZZLE: gl.constexpr = desc.layout.swizzle_byte_width
     layout: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, desc.dtype.primitive_bitwidth, rank=2)
     boxes = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    return boxes, reinterpret(boxes, desc.dtype, [SLOTS, TILE, DIM], layout)
+    return boxes, reinterpret(boxes, desc.dtype, [STAGES, TILE, DIM], layout)
 
 
 @gluon.jit
-def arrivals(SLOTS: gl.constexpr, COUNT: gl.constexpr):
-    """Allocates an mbarrier for each stage of a ring; a phase of it ends when COUNT threads have
-    arrived. COUNT 0: the barriers are not initialised."""
-    arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(SLOTS if COUNT else 0):
-        mbarrier.init(arrived.index(n), count=COUNT)
-    return arrived
+def make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
+    """Allocates and initialises an mbarrier for each stage. A phase of it is over when there have
+    been COUNT arrivals and all bytes that it was told to expect are there.
 
-
-@gluon.jit
-def next_slot(slot, phase, SLOTS: gl.constexpr):
-    """Computes the (stage, phase) after this one: the phase flips where the ring wraps."""
-    slot += 1
-    if slot == SLOTS:
-        slot = 0
-        phase ^= 1
-    return slot, phase
-
-
-@gluon.jit
-def first_slot(before, zero, SLOTS: gl.constexpr):
-    """The stage of the next tile of a ring, and the phase of its barrier.
-
-    before   tiles that have gone through it; None: none, `zero` is a 0 of the loop's type
+    `mbarrier.arrive` of a role is one arrival: its warps meet, and one thread arrives for all.
     """
-    stage, phase = zero, zero
-    if before is not None:
-        stage, phase = before % SLOTS, before // SLOTS & 1
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(n), count=COUNT)
+    return barriers
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """Computes the (stage, phase) after this one: the phase flips where the ring wraps."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
     return stage, phase
 
 
 @gluon.jit
-def turn_of(j, SLOTS: gl.constexpr):
+def stage_after(before, zero, STAGES: gl.constexpr):
+    """Computes the (stage, phase) of the tile behind `before` others.
+
+    before   None: it is the first tile; `zero` is a 0 of the loop's type
+    """
+    stage, phase = zero, zero
+    if before is not None:
+        stage, phase = before % STAGES, before // STAGES & 1
+    return stage, phase
+
+
+@gluon.jit
+def stage_of(j, STAGES: gl.constexpr):
     """Computes the (stage, phase) of the j-th tile in a ring of one or two stages. Computed from j,
     as some loops have no register left to carry each."""
-    return j & (SLOTS - 1), (j >> (SLOTS - 1)) & 1
+    return j & (STAGES - 1), (j >> (STAGES - 1)) & 1
 
 
 @gluon.jit
@@ -116,9 +132,12 @@ def tile_at_place(tiles, i):
 
 
 @gluon.jit
-def foresee(pool, b, tile, PAGE_SIZE: gl.constexpr, TILE_N: gl.constexpr):
-    """Prefetches the page id of a tile of sequence b into the L1."""
+def prefetch_page_id(pool, b, tile, PAGE_SIZE: gl.constexpr, TILE_N: gl.constexpr):
+    """Prefetches the page id of a tile of sequence b into the L1, where keys are in pages.
+
+    pool   any record with `table_ptr` and `stride_table`: KVCache or KeySource
+    """
     if pool.table_ptr is not None:
         page = tile * TILE_N // PAGE_SIZE
         row = pool.table_ptr + b.to(gl.int64) * pool.stride_table
-        act("prefetch.global.L1 [$1];", "l", (row + page,))
+        run_ptx("prefetch.global.L1 [$1];", "l", (row + page,))

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-
-from splitkv.kernels.hopper.primitives.named_barriers import meet
-from splitkv.kernels.hopper.primitives.tma_ring import thread_barrier
-
-ALL_CLEARED = gl.constexpr(14)  # a barrier of the hardware: turns have 8 and on, Triton the first
 
 
 @gluon.jit
 def clear_behind(x, count, STRIP: gl.constexpr, W: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Zero the rows of a tile from `count` on, of which each of several warpgroups does its strips.
+    """Zeroes the rows of a tile from `count` on.
 
-    Before products read the tile all of them call `all_cleared`, under the same condition.
+    STRIP        rows that are cleared at a time: fewer take fewer registers
+    WARPGROUPS   that call this, under the same condition, and share out the strips; W: which of
+                 them this is
+
+    Before wgmma reads the tile, and before TMA writes it anew, all of them call `all_cleared` of
+    named_barriers.py. Products whose operands go through registers need no fence: mma of decode.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
@@ -32,14 +31,3 @@ def clear_behind(x, count, STRIP: gl.constexpr, W: gl.constexpr, WARPGROUPS: gl.
             strip = x.slice(first, STRIP)
             kept = strip.load(layout)
             strip.store(gl.where((rows + first < count)[:, None], kept, gl.zeros_like(kept)))
-
-
-@gluon.jit
-def all_cleared(WARPGROUPS: gl.constexpr):
-    """Waits until all warpgroups that clear a tile have done so, and makes it visible to their
-    products."""
-    fence_async_shared()
-    if WARPGROUPS == 1:
-        thread_barrier()
-    else:
-        meet(ALL_CLEARED, 128 * WARPGROUPS)
