@@ -217,3 +217,19 @@ def test_lengths_of_a_large_batch() -> None:
     call = Append(new, new, cache, cache.clone(), before=before, cu_seqlens_new=cu_seqlens)
     compare(call)
     assert (~cache.isnan()).sum() == new.numel()
+
+
+@pytest.mark.parametrize("append", [launch, append_in_torch], ids=["kernel", "torch"])
+def test_packed_tokens_after_the_last_sequence_are_not_written(append: Any) -> None:
+    """They are no sequence's: the table past the keys of one may say anything, as it does here."""
+    memory = torch.full((4, PAGE_SIZE, 1, 16), torch.nan)
+    before = torch.tensor([0, PAGE_SIZE - 2], dtype=torch.int32)
+    new = torch.randn(7, 1, 16)
+    named = {
+        "page_table": torch.tensor([[1, 0], [2, 0]], dtype=torch.int32),
+        "cu_seqlens_new": torch.tensor([0, 1, 3], dtype=torch.int32),
+    }
+    _, after = append(Append(new, new, memory, memory.clone(), before=before, **named))
+    assert after is not None and after.tolist() == [1, PAGE_SIZE]
+    assert torch.equal(memory[1, :1], new[:1]) and torch.equal(memory[2, -2:], new[1:3])
+    assert memory.isfinite().any((2, 3)).sum() == 3

@@ -200,3 +200,17 @@ def test_out_in_8_bits(schedule: str) -> None:
     """Of sequences that one program has, and of those that `combine_slots` merges."""
     problem = replace(DECODE, out_scale=True, sink_logits=True)
     check(problem, run=run(plan_of(problem, schedule, 5)), lengths=(100, 3, 40))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULED)
+def test_a_sequence_without_keys(schedule: str) -> None:
+    """Its scales may be anything, and its length below 0."""
+    problem = replace(DECODE, codec=Codec("int8", "head"))
+    call = make_operands(problem, lengths=(100, 0, 70))
+    scales = {name: call[name].expand(3, 2).clone() for name in ("k_scale", "v_scale")}
+    for scale in scales.values():
+        scale[1] = math.nan
+    lengths = torch.tensor([100, -1000, 70], dtype=torch.int32)
+    launch = run(plan_of(problem, schedule, 5))
+    out, lse = launch(problem, call | scales | {"cache_seqlens": lengths})
+    compare(problem, call, out, lse)

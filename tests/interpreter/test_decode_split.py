@@ -291,3 +291,26 @@ def test_out_in_8_bits_of_the_caller(schedule: str) -> None:
     bits = reference.scaled(wanted, call["out_scale"]).view(torch.uint8)
     assert torch.equal(room[:, :, 1:, 8:40], bits)
     assert (room[:, :, 0] == 0x55).all() and (room[..., 40:] == 0x55).all()
+
+
+@pytest.mark.parametrize("schedule", ["even 1", "even 3", "fixed", "batch"])
+def test_a_length_below_0_is_none(schedule: str) -> None:
+    """As of a padded row with padding before its keys: others are computed as beside no keys."""
+    problem = replace(DECODE, mask=Mask())
+    launch = run(plan_of(problem, schedule))
+    call = make_operands(problem, lengths=(100, 0, 70))
+    wanted, wanted_lse = launch(problem, call)
+    call["cache_seqlens"][1] = -1000
+    out, lse = launch(problem, call)
+    assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+
+
+@pytest.mark.parametrize("schedule", ["even 1", "even 3", "batch"])
+def test_scales_of_a_sequence_without_keys_may_be_anything(schedule: str) -> None:
+    problem = replace(DECODE, codec=Codec("int8", "head"))
+    call = make_operands(problem, lengths=(100, 0, 70))
+    scales = {name: call[name].expand(3, 2).clone() for name in ("k_scale", "v_scale")}
+    for scale in scales.values():
+        scale[1] = math.nan
+    out, lse = run(plan_of(problem, schedule))(problem, call | scales)
+    compare(problem, call, out, lse)

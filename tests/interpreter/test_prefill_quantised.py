@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from training import few_programs, paged, problem_of, rows_of_parts
 
-from splitkv import reference, testing
+from splitkv import reference, rounding, testing
 from splitkv.core.device import GPUS
 from splitkv.core.kv import Paged
 from splitkv.core.masks import Mask
@@ -23,7 +23,17 @@ from splitkv.core.problem import Operands
 from splitkv.kernels import prefill, records
 from splitkv.kernels.limits import prefill as limits
 from splitkv.planner.registry import completed
-from splitkv.testing import Call, Codec, Problem, assert_close, bind, check
+from splitkv.testing import (
+    Call,
+    Codec,
+    Problem,
+    assert_close,
+    assert_lse_close,
+    bind,
+    check,
+    expected,
+    make_operands,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
@@ -178,3 +188,27 @@ def test_sequences_in_pages_have_their_own_scales(kind: Any) -> None:
     ref, _ = reference.decode(q, k, v, **call)
     pt, _ = reference.decode(q, k, v, upcast=False, **call)
     assert_close(out.view(ref.shape), ref, pt, name="out")
+
+
+@pytest.mark.parametrize("scale", [0.0, rounding.MIN_SCALE])
+@pytest.mark.parametrize("q_granularity", ["none", "token"])
+@pytest.mark.parametrize("products", ["widened", "half", "full"])
+def test_scores_of_zeros_are_masked(products: Any, q_granularity: Any, scale: float) -> None:
+    """Rows and a head of zeros, whose scales together come to 0: -inf times that is no score."""
+    problem = Problem(
+        *("dense", 1, 4, 2, 32, 32, 20, 20, "bfloat16", Mask(True)),
+        codec=Codec("int8", "head"),
+        products=products,
+        q_granularity=q_granularity,
+        return_lse=True,
+    )
+    call = make_operands(problem)
+    call["q"][:, ::3] = 0
+    call["k"][:, :, 0] = 0
+    call["k_scale"][0] = scale
+    if q_granularity == "token":
+        call["q_scale"][:, ::3] = scale
+    out, lse = run(16, 16, 1, 0)(problem, call)
+    ref, ref_lse = expected(problem, call)
+    assert_close(out, ref, expected(problem, call, upcast=False)[0])
+    assert_lse_close(lse, ref_lse, rounded=expected(problem, call, products="half")[1])

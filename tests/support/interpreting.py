@@ -96,6 +96,64 @@ def kernels_run_calls(patch: Patch, num_sms: int = 0) -> None:
     patch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
 
+class WithinTensors:
+    """The interpreter's reads and writes, which have to lie within tensors that a launch is given;
+    it would read anything that the process has. Other attributes are the interpreter's.
+
+    access   where they are; spans: first address of each tensor, and that behind it
+    """
+
+    def __init__(self, access: Any) -> None:
+        self.access, self.spans, self.kernel = access, [], ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.access, name)
+
+    def load(self, places: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self.expect_within("reads", places, mask, numpy.dtype(dtype).itemsize)
+        return self.access.load(places, mask, other, dtype)
+
+    def store(self, places: Any, value: Any, mask: Any) -> Any:
+        self.expect_within("writes", places, mask, value.dtype.itemsize)
+        return self.access.store(places, value, mask)
+
+    def expect_within(self, does: str, places: Any, mask: Any, size: int) -> None:
+        at = places[numpy.broadcast_to(mask, places.shape).astype(bool)].astype(numpy.int64)
+        inside = numpy.zeros(at.shape, bool)
+        for first, end in self.spans:
+            inside |= (at >= first) & (at + size <= end)
+        outside = at.size - inside.sum()
+        assert not outside, f"{self.kernel} {does} {outside} of {at.size} numbers of no tensor"
+
+
+def span_of(x: torch.Tensor) -> tuple[int, int]:
+    """The first address of a tensor that has elements, and that behind its last one."""
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def accesses_within_tensors(patch: Patch) -> None:
+    """Has launches fail that read or write what none of their tensors has."""
+    access = WithinTensors(interpreter._interpreter)
+    host_arguments = interpreter.GridExecutor._init_args_hst
+
+    def tensors_in(values: Any) -> Any:
+        for x in values:
+            if isinstance(x, tuple):
+                yield from tensors_in(x)
+            elif isinstance(x, torch.Tensor) and x.numel():
+                yield x
+
+    def arguments_and_spans(self: Any, args: Any, kwargs: Any) -> Any:
+        on_host = host_arguments(self, args, kwargs)
+        access.spans = [span_of(x) for x in tensors_in((*args, *kwargs.values()))]
+        access.kernel = self.fn.__name__
+        return on_host
+
+    patch.setattr(interpreter, "_interpreter", access)
+    patch.setattr(interpreter.GridExecutor, "_init_args_hst", arguments_and_spans)
+
+
 def without_waste(patch: Patch) -> None:
     patch_language_once(patch)
     leave_overflow_unchecked(patch)

@@ -27,8 +27,9 @@ Traffic     every new key and value read and written once, q too if it is rotate
 Numerics    rotation in fp32, rounded once; what is not rotated is copied bit by bit; quantised to
             the bits of `rounding.quantize`, after that rounding
 Limits      bf16, fp16 or fp32, the cache of the type of the new tokens or of 8 bits. A token whose
-            place is negative or outside the cache is not written; one whose row of cos is outside
-            the table is not rotated. The same in PyTorch, for any type: `host/append_call.py`
+            place is negative or outside the cache is not written, nor is a packed one after the
+            last sequence; one whose row of cos is outside the table is not rotated. The same in
+            PyTorch, for any type: `host/append_call.py`
 """
 
 from __future__ import annotations
@@ -108,6 +109,14 @@ def owners(cu_ptr, n, n_ok, seqlen, batch):
             b += tl.sum((ends[None, :] <= n[:, None]).to(tl.int32), 1)
         i = n - tl.load(cu_ptr + b, mask=n_ok, other=0)
     return b, i
+
+
+@triton.jit
+def owned(cu_ptr, n, tokens, batch):
+    """Which of tokens n a sequence has; packed ones after the last sequence are nobody's."""
+    if cu_ptr is not None:
+        tokens = tl.minimum(tokens, tl.load(cu_ptr + batch))
+    return n < tokens
 
 
 @triton.jit
@@ -242,7 +251,7 @@ def append_kv(
     if pid < programs:
         head = (pid % num_kv_heads).to(tl.int64)
         n = pid // num_kv_heads * TILE_T + offs_t
-        n_ok = n < tokens
+        n_ok = owned(new.cu_ptr, n, tokens, batch)
         b, i = owners(new.cu_ptr, n, n_ok, seqlen_new, batch)
         outer, inner, ok = places(
             store, lengths, n, n_ok, b, i, capacity, slabs, stride_table, PAGE_SIZE

@@ -344,7 +344,8 @@ def combine(
         m, l, acc = merged(*of_row, ROWS, HEAD_DIM_V, TILE_P, LAST_STEP)
     out, lse = finish(acc, m, l, sink_log2)
 
-    out_row = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh
+    out_token = b.to(tl.int64) * stride_ob + t.to(tl.int64) * stride_ot
+    out_row = out_token + head.to(tl.int64) * stride_oh
     out_ptrs = final.out_ptr + out_row + offs_v[None, :]
     tl.store(out_ptrs, encode_out(out, final), mask=v_ok[None, :] & merge[:, None])
     if final.lse_ptr is not None:

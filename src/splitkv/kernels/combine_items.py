@@ -82,7 +82,7 @@ def combine_items(
         else:
             merged = merge_slots(partial, of_rows, offs_v, "in_order", HEAD_DIM_V, TILE_P)
         out, lse = finish(merged.acc, merged.m, merged.l, sink_log2)
-        out_rows = t.to(tl.int64) * stride_ot + head * stride_oh
+        out_rows = t.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
         out_ptrs = final.out_ptr + out_rows[:, None] + offs_v[None, :]
         tl.store(out_ptrs, encode_out(out, final), mask=ok[:, None] & v_ok[None, :])
         lse_rows = head.to(tl.int64) * total_q + t

@@ -191,7 +191,7 @@ def combine_slots(
     out, lse = finish(merged.acc, merged.m, merged.l, sink_log2)
 
     b = start.sequence.to(tl.int64)
-    out_rows = b * stride_ob + t.to(tl.int64) * stride_ot + head * stride_oh
+    out_rows = b * stride_ob + t.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
     out_ptrs = final.out_ptr + out_rows[:, None] + offs_v[None, :]
     out_ok = ok[:, None] & (offs_v < HEAD_DIM_V)[None, :]
     tl.store(out_ptrs, encode_out(out, final), mask=out_ok)

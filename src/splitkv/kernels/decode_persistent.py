@@ -237,6 +237,8 @@ def decode_persistent(
             TILE_N=TILE_N,
             STAGES=STAGES,
         )
+        if head_scales is not None:
+            v_scale = tl.where(keys > 0, v_scale, 1.0)  # that of no keys may be anything
         acc *= v_scale
 
         out_ok = mask_of_columns(acc, rows.ok, offs_v, HEAD_DIM_V)

@@ -218,7 +218,7 @@ def decode_split(
         slope = tl.load(row.slope_ptr + b * stride_slope + head, mask=row_ok, other=0.0)
         slope = slope.to(tl.float32)[:, None]
     q_of_sequence = q_ptr + b.to(tl.int64) * q_strides.b
-    q_rows = q_of_sequence + t.to(tl.int64) * q_strides.t + head * q_strides.h
+    q_rows = q_of_sequence + t.to(tl.int64) * q_strides.t + head.to(tl.int64) * q_strides.h
     dtype: tl.constexpr = working_type(q_ptr.dtype.element_ty)
     if ROTARY_DIM > 0:
         angle = start_of(turn, length.before, b, True) + q_step * t
@@ -285,13 +285,16 @@ def decode_split(
         TILE_N=TILE_N,
         STAGES=STAGES,
     )
+    if head_scales is not None:
+        v_scale = tl.where(keys > 0, v_scale, 1.0)  # that of no keys may be anything
     acc *= v_scale
 
     out_of_sequence = b.to(tl.int64) * out_strides.b
+    out_of_token = out_of_sequence + t.to(tl.int64) * out_strides.t
     rows = PartRows(
         head=head,
         ok=row_ok,
-        out_rows=out_of_sequence + t.to(tl.int64) * out_strides.t + head * out_strides.h,
+        out_rows=out_of_token + head.to(tl.int64) * out_strides.h,
         lse_rows=(b * num_kv_heads * GROUP + head).to(tl.int64) * seqlen_q + t,
         slot_rows=slot_rows,
     )

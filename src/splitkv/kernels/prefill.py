@@ -112,6 +112,7 @@ from splitkv.kernels.tile.dequantize import (
     key_scales,
     round_queries,
     scale_of_rows,
+    scale_of_scores,
     shared_scales,
     stored_of,
     units_of,
@@ -232,7 +233,8 @@ def prefill(
     shift = len_k - len_q
     slope = None
     if slope_ptr is not None:
-        slope = tl.load(slope_ptr + b * stride_slope + head, mask=row_ok, other=0.0)
+        slope_ok = row_ok & (b < batch)  # what lies after the last sequence has none
+        slope = tl.load(slope_ptr + b * stride_slope + head, mask=slope_ok, other=0.0)
         slope = slope.to(tl.float32)[:, None]
     sequence_head = (b * num_kv_heads * GROUP + head)[:, None]
     queries = Queries(t[:, None], (t + shift)[:, None], slope, sequence_head)
@@ -285,7 +287,7 @@ def prefill(
     elif UNITS != "as_is":
         if stored.q_ptr is None:
             q, q_scale = round_queries(q, k_ptr.dtype.element_ty)
-    k_scale, v_scale = shared_scales(stored, b, h, UNITS)
+    k_scale, v_scale = shared_scales(stored, b, h, len_k, UNITS)
     of_tokens = stored.of_tokens
     k_at = key_scales(stored.k_ptr, stored.k_strides, of_tokens, slab, own.first_k, h)
     v_at = key_scales(stored.v_ptr, stored.v_strides, of_tokens, slab, own.first_k, h)
@@ -295,7 +297,7 @@ def prefill(
         pages=pages,
         queries=queries,
         scoring=Scoring(
-            scale=scoring.scale * k_scale,
+            scale=scale_of_scores(scoring.scale, k_scale, stored, UNITS),
             softcap=scoring.softcap,
             seed_ptr=scoring.seed_ptr,
             drop_below=scoring.drop_below,

@@ -104,7 +104,8 @@ def backward_queries(
     shift = len_k - len_q
     slope = None
     if slope_ptr is not None:
-        slope = tl.load(slope_ptr + b * stride_slope + head, mask=ok, other=0.0)
+        slope_ok = ok & (b < batch)  # what lies after the last sequence has none
+        slope = tl.load(slope_ptr + b * stride_slope + head, mask=slope_ok, other=0.0)
         slope = slope.to(tl.float32)[:, None]
     sequence_head = (b * num_kv_heads * GROUP + head)[:, None]
     queries = Queries(t[:, None], (t + shift)[:, None], slope, sequence_head)

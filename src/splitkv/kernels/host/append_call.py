@@ -114,6 +114,8 @@ def append_in_torch(call: Append) -> Result:
             page = (place // page_size).clamp(min=0)
             outer, inner = x.page_table.long()[row, page], place % page_size
     ok = (place >= 0) & (outer >= 0) & (outer < x.k_cache.shape[0])
+    if x.cu_seqlens_new is not None:  # packed tokens after the last sequence are nobody's
+        ok &= torch.arange(ok.shape[0], device=ok.device) < x.cu_seqlens_new[-1]
     start = before if x.rotary is None or x.rotary.start is None else x.rotary.start
     k, v = x.k.reshape(-1, *x.k.shape[-2:]), x.v.reshape(-1, *x.v.shape[-2:])
     q_out = None

@@ -23,6 +23,7 @@ from splitkv.kernels.tile.encode import encode, largest_of, magnitude, scale_of
 from splitkv.kernels.tile.locate import key_rows
 from splitkv.kernels.tile.product import add_product, row_product
 from splitkv.kernels.tile.visit import Strides, place
+from splitkv.kernels.tile.weight import above_zero
 
 
 class Stored(NamedTuple):
@@ -78,15 +79,28 @@ def scale_of_rows(stored, b, token, head, ok, UNITS: tl.constexpr):
 
 
 @triton.jit
-def shared_scales(stored, b, h, UNITS: tl.constexpr):
-    """(k's, v's) scale that all keys of a sequence and head share; 1 where they do not."""
+def shared_scales(stored, b, h, len_k, UNITS: tl.constexpr):
+    """(k's, v's) scale that all keys of a sequence and head share; 1 where they do not, and of no
+    keys, which what lies after the last sequence has: there is no scale to be read."""
     k_scale = 1.0
     v_scale = 1.0
     if UNITS != "as_is":
         if stored.of_tokens is None:
-            k_scale = tl.load(place(stored.k_ptr, stored.k_strides, b, b * 0, h))
-            v_scale = tl.load(place(stored.v_ptr, stored.v_strides, b, b * 0, h))
+            at_k = place(stored.k_ptr, stored.k_strides, b, b * 0, h)
+            at_v = place(stored.v_ptr, stored.v_strides, b, b * 0, h)
+            k_scale = tl.load(at_k, mask=len_k > 0, other=1.0)
+            v_scale = tl.load(at_v, mask=len_k > 0, other=1.0)
     return k_scale, v_scale
+
+
+@triton.jit
+def scale_of_scores(scale, k_scale, stored, UNITS: tl.constexpr):
+    """The factor of all scores: `scale`, times the scale of K that keys share."""
+    factor = scale * k_scale
+    if UNITS != "as_is":
+        if stored.of_tokens is None:
+            factor = above_zero(factor)
+    return factor
 
 
 @triton.jit

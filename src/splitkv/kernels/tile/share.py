@@ -66,7 +66,7 @@ def batch_share(
     here = offs_b < batch
     pos = keys - seqlen_q
     tiles = visited_tiles(bounds, pos + t_first, pos + t_last, keys, TILE_N)[0]
-    tiles = tl.where(here, tiles, 0).to(tl.int64)
+    tiles = tl.where(here, tl.maximum(tiles, 0), 0).to(tl.int64)  # a length below 0 is none
     total = tl.maximum(tl.sum(tiles, 0), 1)
     # parts a tile, in fixed point and rounded down: exact while tiles * total < 1 << 40
     a_tile = ((share.programs - batch).to(tl.int64) << 40) // total

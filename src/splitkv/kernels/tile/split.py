@@ -86,7 +86,7 @@ def attend_split(
         qk = row_product(q, widen(k, dtype))  # [TILE_M, TILE_N]
         if cache.scales is not None:
             at = outer * cache.scale_strides.b + inner * cache.scale_strides.t
-            at += cache.head * cache.scale_strides.h
+            at += cache.head.to(tl.int64) * cache.scale_strides.h
             qk *= tl.load(cache.scales.k_ptr + at, mask=n_ok, other=0.0)[None, :]
         s = score_log2(qk, rows.scale, rows.softcap, rows.slope, rows.pos, offs_n[None, :])
         s = tl.where(visible(rows.bounds, rows.pos, offs_n[None, :], keys), s, float("-inf"))

@@ -10,6 +10,9 @@ import triton.language as tl
 from splitkv.kernels.tile.band import visible
 from splitkv.kernels.tile.dropout import kept
 from splitkv.kernels.tile.score import score_log2, tanh
+from splitkv.rounding import MIN_SCALE
+
+LEAST_SCALE = tl.constexpr(MIN_SCALE)
 
 
 class Queries(NamedTuple):
@@ -51,6 +54,13 @@ class WeightGradients(NamedTuple):
 
 
 @triton.jit
+def above_zero(factor):
+    """A factor of scores, not 0 as that of a row or head of zeros may be: a masked score of -inf
+    stays that. NaN stays as well."""
+    return tl.where(factor < LEAST_SCALE, LEAST_SCALE, factor)
+
+
+@triton.jit
 def scores(qk, scoring, queries, offs_n):
     """(s, unit) of products qk [TILE_M, TILE_N]: s * unit are the scores in base 2.
 
@@ -77,7 +87,7 @@ def scores_of_rows(qk, q_scale, scoring, queries, offs_n):
     s, unit = scores(qk, scoring, queries, offs_n)
     column = unit
     if q_scale is not None and plain:
-        unit = unit * q_scale
+        unit = above_zero(unit * q_scale)
         column = unit[:, None]
     return s, unit, column
 
