@@ -28,7 +28,7 @@ def attend_tiles(mainloop, work, split, queries, terms, q, ring, kv, scales, CON
     softmax = mainloop(q, ring, kv, split, scoring, scales, CONFIG)
     acc = softmax.acc
     if CONFIG.dequantize is not None:
-        acc *= v_scale
+        acc *= gl.where(split.num_keys > 0, v_scale, 1.0)  # that of no keys may be anything
     return Softmax(acc, softmax.m, softmax.l)
 
 

@@ -144,12 +144,12 @@ def scales_of_item(item, first, scales, CONFIG: gl.constexpr, ROWS: gl.constexpr
 
 @gluon.jit
 def shared_scale(item, scales, ptr, strides, CONFIG: gl.constexpr):
-    """The scale of K or V that all keys of an item share; 1 where they have their own."""
+    """The scale of K or V that all keys of an item share; 1 where they have their own, and of no
+    keys, which an item after the last sequence has, too: there is no scale to be read."""
     scale = 1.0
     if scales.of_k is None:
-        # an item after the last sequence has no keys
-        sequence = gl.where(item.len_k > 0, item.sequence, 0).to(gl.int64)
-        scale = gl.load(ptr + sequence * strides.b + item.head // CONFIG.group * strides.h)
+        at = item.sequence.to(gl.int64) * strides.b + item.head // CONFIG.group * strides.h
+        scale = gl.load(ptr + at, mask=item.len_k > 0, other=1.0)
     return scale
 
 
