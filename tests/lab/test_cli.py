@@ -116,6 +116,8 @@ def test_explain_compares_policies() -> None:
         (["--heads", "30"], "heads: expected a multiple of kv_heads=8, got 30"),
         (["--batch", "0"], "batch: expected more than 0, got 0"),
         (["--seqlen-k", "-1"], "seqlen_k: expected at least 0, got -1"),
+        (["--seqlen-k", "1073741824"], "seqlen_k: expected at most 1073741823, got 1073741824"),
+        (["--batch", "1073741824"], "batch: expected at most 1073741823, got 1073741824"),
         (["--page-size", "0"], "page_size: expected more than 0, got 0"),
         (["--num-splits", "-1"], "num_splits: expected at least 0, got -1"),
         (["--window", "3"], "window: expected LEFT,RIGHT as integers, got '3'"),
@@ -148,6 +150,14 @@ def test_a_malformed_question_is_one_line_and_status_2(args: list[str], message:
     assert result.exit_code == 2
     assert result.stderr == f"splitkv: {message}\n"
     assert result.stdout == ""
+
+
+def test_a_mask_without_edges_that_no_sequence_reaches() -> None:
+    """As the public functions make of such a window."""
+    far = ["--window", "2147483647,-1", "--attention-chunk", "2147483647"]
+    result = run("explain", "--gpu", "h200", "--json", *far)
+    mask = json.loads(result.stdout)["problem"]["mask"]
+    assert (mask["window_left"], mask["chunk"]) == (-1, 0)
 
 
 def test_an_unknown_option_is_status_2() -> None:
