@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 import splitkv
 from splitkv.__main__ import main
 from splitkv.cli import app, parse_window, render
-from splitkv.core.device import GPUS
+from splitkv.core import device
+from splitkv.core.device import CPU, GPUS
 from splitkv.core.plan import Config
 from splitkv.core.problem import Problem
 from splitkv.kernels import records
@@ -370,6 +371,18 @@ def test_bench_draws_mixes_with_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names) == 320 and sum(name.startswith("mix5_") for name in names) == 160
     result = run("bench", "decode", "--seed", "5")
     assert result.exit_code == 2 and result.stderr.startswith("splitkv: seed: expected None with")
+
+
+def test_host_times_are_those_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a call returns when it is computed: what that takes is not what a call costs."""
+    calls = stand_in(monkeypatch, "bench.host.bench_host", ([], 0))
+    monkeypatch.setattr(device, "current", lambda: CPU)
+    result = run("bench", "host")
+    assert result.exit_code == 2 and not calls
+    assert result.stderr == "splitkv: device: expected a CUDA GPU, got 'CPU'\n"
+    monkeypatch.setattr(device, "current", lambda: GPUS["h200"])
+    assert run("bench", "host", "--case", "decode").exit_code == 0
+    assert [case.name for case in calls["args"][0]] == ["decode"]
 
 
 def test_tune_records_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
