@@ -27,6 +27,7 @@ from splitkv.core.errors import (
     expect_none_with,
     expect_one_of,
     expect_positive,
+    expect_size,
 )
 from splitkv.core.kv import AS_IS, Codec, CodecName, Contiguous, Granularity, Paged, Products
 from splitkv.core.masks import Mask
@@ -133,22 +134,22 @@ def explain(
 ) -> None:
     """Show which kernel runs a decode call, how it is split, and why, for any known GPU."""
     with one_line_errors():
-        expect_positive("batch", batch)
-        expect_positive("heads", heads)
-        expect_positive("kv_heads", kv_heads)
+        expect_size("batch", batch)
+        expect_size("heads", heads)
+        expect_size("kv_heads", kv_heads)
         expect_divides("heads", heads, kv_heads=kv_heads)
-        expect_positive("head_dim", head_dim)
+        expect_size("head_dim", head_dim)
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        expect_positive("head_dim_v", head_dim_v)
-        expect_positive("seqlen_q", seqlen_q)
-        expect_at_least("seqlen_k", seqlen_k, 0)
+        expect_size("head_dim_v", head_dim_v)
+        expect_size("seqlen_q", seqlen_q)
+        expect_size("seqlen_k", seqlen_k, empty=True)
         expect_one_of("dtype", dtype, DTYPE_BYTES)
         expect_at_least("sink_tokens", sink_tokens, 0)
         expect_at_least("attention_chunk", attention_chunk, 0)
-        expect_at_least("new_keys", new_keys, 0)
+        expect_size("new_keys", new_keys, empty=True)
         expect_at_least("num_splits", num_splits, 0)
         if page_size is not None:
-            expect_positive("page_size", page_size)
+            expect_size("page_size", page_size)
         codec = codec_of(stored, scales, products)
         left, right = parse_window(window)
         problem = Problem(
@@ -161,7 +162,7 @@ def explain(
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
             dtype=dtype,
-            mask=Mask(causal, left, right, sink_tokens, attention_chunk),
+            mask=Mask(causal, left, right, sink_tokens, attention_chunk).within_reach(),
             place=Contiguous() if page_size is None else Paged(page_size),
             codec=codec,
             products=products or DEFAULT_PRODUCTS.get(codec.name, "widened"),  # type: ignore[arg-type]

@@ -363,13 +363,15 @@ def check(
         raise ValueError("dropout: expected False, got True; two random masks do not compare")
     call = make_operands(problem, seed=seed, device=device, **options)
     out, lse = (run or _public)(problem, call)
-    out = _numbers(out, call["out_scale"]) if problem.out_scale else out
     ref, ref_lse = expected(problem, call)
     pts = [expected(problem, call, upcast=False, draw=i)[0] for i in range(DRAWS)]
     try:
+        _expect_dtype("out", out, torch.float8_e4m3fn if problem.out_scale else pts[0].dtype)
+        out = _numbers(out, call["out_scale"]) if problem.out_scale else out
         assert_close(out, ref, _furthest(pts, ref))
         if problem.return_lse:
             assert lse is not None and ref_lse is not None, "lse: expected a tensor, got None"
+            _expect_dtype("lse", lse, torch.float32)
             rounded = None
             if problem.products != "widened":
                 rounded = expected(problem, call, products="half")[1]
@@ -416,12 +418,16 @@ def assert_close(
     """Asserts max|out - ref| <= factor * max|pt - ref| + 2 * max|(ref + 0.3 - 0.3) - ref|.
 
     `ref` is computed in a higher precision than `out`, `pt` in the same. The second term is what
-    one rounding in the type of `out` can do. NaN never passes.
+    one rounding in the type of `out` can do, or of `pt` where that is finer: a result that was
+    rounded to fewer bits than its run in working precision is held to that. NaN never passes.
     """
-    assert out.shape == ref.shape, f"{name}: expected {list(ref.shape)}, got {list(out.shape)}"
+    for what, x in ((name, out), (f"{name}, working precision", pt)):
+        assert x.shape == ref.shape, f"{what}: expected {list(ref.shape)}, got {list(x.shape)}"
+        assert x.is_floating_point(), f"{what}: expected a floating dtype, got {x.dtype}"
     if out.numel() == 0:
         return
-    rounded = ref.detach().to(out.dtype)
+    finer = min(out.dtype, pt.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    rounded = ref.detach().to(finer)
     rounding = ((rounded + 0.3 - 0.3) - rounded).double().abs().max().item()
     a, b, c = (x.detach().double() for x in (out, ref, pt))
     bound = factor * (c - b).abs().max().item() + 2 * rounding
@@ -469,6 +475,10 @@ def assert_lse_close(
         f"at {list(index)}: {a[index].item():.6g} for {b[index].item():.6g}; "
         f"{int((error > bound).sum())} of {error.numel()} elements are past it"
     )
+
+
+def _expect_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:
+    assert x.dtype == dtype, f"{name}: expected {dtype}, got {x.dtype}"
 
 
 def _worst(error: Tensor) -> tuple[int, ...]:

@@ -211,6 +211,19 @@ def test_lse_of_a_prompt() -> None:
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
 
 
+def test_a_prompt_with_heads_before_tokens_in_memory() -> None:
+    cache = make()
+    a, b = cache.allocate(), cache.allocate()
+    cache.extend([a, b], 20)  # more than decode takes
+    q, k = (torch.randn(2, heads, 20, DIM).transpose(1, 2) for heads in (HEADS, KV_HEADS))
+    v = torch.randn(2, KV_HEADS, 20, DIM_V).transpose(1, 2)
+    cache.append(0, k, v)
+    out, lse = cache.attend(0, q, return_lse=True)
+    wanted, wanted_lse = splitkv.attention(q, k, v, causal=True, return_lse=True)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+
+
 def test_what_it_refuses() -> None:
     cache = make()
     a = cache.allocate()

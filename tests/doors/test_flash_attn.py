@@ -178,7 +178,8 @@ def run(pack: int) -> Callable[[Problem, Call], tuple[Tensor, Tensor | None]]:
             # The reference leaves the sink out: its LSE, with the error of the one that has it in.
             _, ref = expected(problem, make_like(problem, call, pack))
             assert ref is not None
-            lse = ref + (lse - torch.logaddexp(ref, call["s_aux"].to(ref.dtype)[:, None]))
+            own = ref + (lse - torch.logaddexp(ref, call["s_aux"].to(ref.dtype)[:, None]))
+            lse = own.to(lse.dtype)
         return out, lse
 
     return call_flash

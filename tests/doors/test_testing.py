@@ -13,10 +13,12 @@ import pytest
 import torch
 from running import HERE, each_shape
 
+import splitkv
 from splitkv import testing
 from splitkv.core.plan import Config
 from splitkv.kernels import records
 from splitkv.testing import (
+    Call,
     Codec,
     Mask,
     Paged,
@@ -81,6 +83,39 @@ def test_the_bound_follows_the_working_precision() -> None:
         assert_close(out.float(), ref, ref)  # float32 results are held to float32
     with pytest.raises(AssertionError, match=r"expected \[4, 5, 6\], got \[4, 5, 1\]"):
         assert_close(out[..., :1], ref, ref)
+
+
+def test_fewer_bits_than_the_working_precision_fail() -> None:
+    _, ref, _ = bfloat16_triple()
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        with pytest.raises(AssertionError, match="out: expected an error of at most"):
+            assert_close(ref.to(dtype), ref.double(), ref)
+    with pytest.raises(AssertionError, match="out: expected a floating dtype, got torch.int32"):
+        assert_close(ref.int(), ref.double(), ref)
+    with pytest.raises(AssertionError, match=r"precision: expected \[4, 5, 6\], got \[1, 5, 6\]"):
+        assert_close(ref, ref.double(), ref[:1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "lse_dtype", "message"),
+    [
+        ("float32", "bfloat16", "float32", "out: expected torch.float32, got torch.bfloat16"),
+        ("bfloat16", "float16", "float32", "out: expected torch.bfloat16, got torch.float16"),
+        ("bfloat16", "float32", "float32", "out: expected torch.bfloat16, got torch.float32"),
+        ("bfloat16", "bfloat16", "float64", "lse: expected torch.float32, got torch.float64"),
+    ],
+)
+def test_a_result_of_another_dtype_fails(
+    dtype: str, out_dtype: str, lse_dtype: str, message: str
+) -> None:
+    """Also one that is right: who asks for float32 is not given what was rounded to bfloat16."""
+
+    def other(problem: Problem, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = splitkv.decode(**call)
+        return out.to(getattr(torch, out_dtype)), lse.to(getattr(torch, lse_dtype))
+
+    with pytest.raises(AssertionError, match=f"^{message}\n"):
+        check(replace(DECODE, dtype=dtype, return_lse=True), run=other)
 
 
 def test_lse_infinities_are_exact() -> None:

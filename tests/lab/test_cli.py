@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 import splitkv
 from splitkv.__main__ import main
 from splitkv.cli import app, parse_window, render
-from splitkv.core.device import GPUS
+from splitkv.core import device
+from splitkv.core.device import CPU, GPUS
 from splitkv.core.plan import Config
 from splitkv.core.problem import Problem
 from splitkv.kernels import records
@@ -116,6 +117,8 @@ def test_explain_compares_policies() -> None:
         (["--heads", "30"], "heads: expected a multiple of kv_heads=8, got 30"),
         (["--batch", "0"], "batch: expected more than 0, got 0"),
         (["--seqlen-k", "-1"], "seqlen_k: expected at least 0, got -1"),
+        (["--seqlen-k", "1073741824"], "seqlen_k: expected at most 1073741823, got 1073741824"),
+        (["--batch", "1073741824"], "batch: expected at most 1073741823, got 1073741824"),
         (["--page-size", "0"], "page_size: expected more than 0, got 0"),
         (["--num-splits", "-1"], "num_splits: expected at least 0, got -1"),
         (["--window", "3"], "window: expected LEFT,RIGHT as integers, got '3'"),
@@ -148,6 +151,14 @@ def test_a_malformed_question_is_one_line_and_status_2(args: list[str], message:
     assert result.exit_code == 2
     assert result.stderr == f"splitkv: {message}\n"
     assert result.stdout == ""
+
+
+def test_a_mask_without_edges_that_no_sequence_reaches() -> None:
+    """As the public functions make of such a window."""
+    far = ["--window", "2147483647,-1", "--attention-chunk", "2147483647"]
+    result = run("explain", "--gpu", "h200", "--json", *far)
+    mask = json.loads(result.stdout)["problem"]["mask"]
+    assert (mask["window_left"], mask["chunk"]) == (-1, 0)
 
 
 def test_an_unknown_option_is_status_2() -> None:
@@ -360,6 +371,18 @@ def test_bench_draws_mixes_with_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names) == 320 and sum(name.startswith("mix5_") for name in names) == 160
     result = run("bench", "decode", "--seed", "5")
     assert result.exit_code == 2 and result.stderr.startswith("splitkv: seed: expected None with")
+
+
+def test_host_times_are_those_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a call returns when it is computed: what that takes is not what a call costs."""
+    calls = stand_in(monkeypatch, "bench.host.bench_host", ([], 0))
+    monkeypatch.setattr(device, "current", lambda: CPU)
+    result = run("bench", "host")
+    assert result.exit_code == 2 and not calls
+    assert result.stderr == "splitkv: device: expected a CUDA GPU, got 'CPU'\n"
+    monkeypatch.setattr(device, "current", lambda: GPUS["h200"])
+    assert run("bench", "host", "--case", "decode").exit_code == 0
+    assert [case.name for case in calls["args"][0]] == ["decode"]
 
 
 def test_tune_records_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -410,8 +410,9 @@ class PagedKVCache:
             where = {"cache_seqlens": lengths, "page_table": table, "max_seqlen_k": longest}
             result = decode(q, k, v, **where, **options)
             return self._layers.finish(layer, q, result, options)
+        packed = q if q.dim() == 3 else q.flatten(0, 1)
         result = attention_varlen(
-            q if q.dim() == 3 else q.flatten(0, 1),
+            packed,
             k,
             v,
             self.cu_seqlens_q[: batch + 1],
@@ -422,7 +423,7 @@ class PagedKVCache:
             cache_seqlens=lengths,
             **options,
         )
-        result = self._layers.finish(layer, q.view(-1, *q.shape[-2:]), result, options)
+        result = self._layers.finish(layer, packed, result, options)
         if q.dim() == 3:
             return result
         out, lse = result if isinstance(result, tuple) else (result, None)

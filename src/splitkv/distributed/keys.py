@@ -190,10 +190,11 @@ def _start(
 ) -> tuple[Pending, Pending | None]:
     """The keys and values of some heads on their way, and sink tokens that lie far before."""
     if plan.everything:
-        return start(own, AllGather(call.group)), None
-    parts = [part for parts in plan.rows for part in parts]
-    move: Move = AllToAll(call.group, plan.sends, plan.receives)
-    keys = start(Copies.apply(own, *parts), move)
+        keys = start(own, AllGather(call.group))
+    else:
+        parts = [part for parts in plan.rows for part in parts]
+        move: Move = AllToAll(call.group, plan.sends, plan.receives)
+        keys = start(Copies.apply(own, *parts), move)
     if not _any_far_sinks(spread):
         return keys, None
     return keys, start(_far_sinks(own, call, spread), AllToAll(call.group))

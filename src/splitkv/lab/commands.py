@@ -176,14 +176,18 @@ def bench_host(
     json_path: AppendJson = None,
 ) -> None:
     with one_line_errors():
+        from splitkv.core.device import current
         from splitkv.lab.bench import host as lab
         from splitkv.lab.harness.peers import parse
 
         expect_positive("rounds", rounds)
         expect_positive("batches", batches)
+        cases, others, here = lab.select(case or []), parse(peers, lab.PEERS), current()
+        # elsewhere a call returns when all of it is computed, which is no time of the host
+        expect(here.kind == "cuda", "device", "a CUDA GPU", here.name)
         status = lab.bench_host(
-            lab.select(case or []),
-            parse(peers, lab.PEERS),
+            cases,
+            others,
             rounds=rounds,
             batches=batches,
             json_path=json_path,

@@ -108,6 +108,25 @@ def test_a_causal_window(left: int, packed: bool, sinks: bool, ranks: Ranks) -> 
     compare(call, "contiguous", ranks.run(sequence, 3, way, call))
 
 
+@pytest.mark.parametrize("exchange", ["keys", "ring"])
+@pytest.mark.parametrize(
+    ("size", "mask"),
+    [
+        (1, {"causal": True, "window_size": (5, 0), "sink_tokens": 3}),
+        (2, {"window_size": (13, -1), "sink_tokens": 3}),
+        (2, {"window_size": (16, 12), "sink_tokens": 20}),
+    ],
+)
+def test_sink_tokens_before_a_piece_of_ranks_that_get_all_keys(
+    size: int, mask: dict[str, Any], exchange: str, ranks: Ranks
+) -> None:
+    """A rank's two pieces see all tokens together, and the second alone only what a window of its
+    packed sequence reaches back to."""
+    call = operands(mask, (4, 2), packed=True, dtype=torch.float32)
+    way = {"exchange": exchange, "layout": "zigzag"}
+    compare(call, "zigzag", ranks.run(sequence, size, way, call))
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0)])
 def test_no_second_derivative(window: tuple[int, int], ranks: Ranks) -> None:
     for found in ranks.each(twice_differentiated, 2, window):

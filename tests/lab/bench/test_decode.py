@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from results import decode_records as records
 from rich.console import Console
 from typer.testing import CliRunner
 
+import splitkv
 from splitkv.cli import app
 from splitkv.core.device import GPUS
 from splitkv.lab.bench import decode as bench
@@ -72,6 +74,33 @@ def test_a_record_says_what_where_and_when() -> None:
 
 def test_the_commit_or_the_hash_of_the_sources_is_named() -> None:
     assert machine.commit()
+
+
+def test_changed_sources_are_not_named_as_others_of_their_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A study goes on with the results of the commit that it is of."""
+    source = tmp_path / "__init__.py"
+    monkeypatch.setattr(splitkv, "__file__", str(source))
+
+    def named(text: str) -> str:
+        source.write_text(text)
+        return machine.commit()
+
+    def git(*arguments: str) -> None:
+        given = ("-c", "user.name=a", "-c", "user.email=a@b", *arguments)
+        subprocess.run(("git", "-C", str(tmp_path), *given), check=True, capture_output=True)
+
+    alone = named("a = 1")
+    assert alone.startswith("sha256:") and named("a = 2") != alone
+    git("init")
+    git("add", ".")
+    git("commit", "--message", "a")
+    kept = named("a = 2")
+    changed = [named(f"a = {i}") for i in (3, 4)]
+    assert kept.isalnum() and all(name.startswith(f"{kept}-dirty:") for name in changed)
+    assert changed[0] != changed[1]
+    assert named("a = 3") == changed[0] and named("a = 2") == kept
 
 
 def test_a_record_names_what_is_special_about_a_case() -> None:

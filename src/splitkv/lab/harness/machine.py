@@ -32,8 +32,13 @@ def facts() -> dict[str, Any]:
     }
 
 
+DIRTY = "-dirty"
+
+
 def commit() -> str:
-    """The commit of the sources, or their sha256 where there is no repository."""
+    """The commit of the sources, with their sha256 where they are not those of the commit, and that
+    alone where there is no repository: studies that go on take results of the same name for theirs.
+    """
     sources = Path(splitkv.__file__).parent
     git = [
         "git",
@@ -41,14 +46,21 @@ def commit() -> str:
         str(sources),
         "describe",
         "--always",
-        "--dirty",
+        f"--dirty={DIRTY}",
         "--abbrev=12",
         "--exclude=*",
     ]
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        told = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        digest = hashlib.sha256()
-        for path in sorted(sources.rglob("*.py")):
-            digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
-        return f"sha256:{digest.hexdigest()[:12]}"
+        return f"sha256:{digest(sources)}"
+    return f"{told}:{digest(sources)}" if told.endswith(DIRTY) else told
+
+
+def digest(sources: Path) -> str:
+    """The first 12 digits of the sha256 of the Python files in a folder, by their names and what
+    they hold."""
+    found = hashlib.sha256()
+    for path in sorted(sources.rglob("*.py")):
+        found.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:12]
