@@ -39,7 +39,7 @@ class Ring:
         self.sink_tokens, self.window = sink_tokens, window
         self.capacity = sink_tokens + window
         self.leftpad = leftpad
-        self._step: tuple[int, int, Tensor] | None = None
+        self._step: tuple[tuple[Any, ...], Tensor] | None = None
 
     def padding(self, batch: int, device: torch.device) -> Tensor:
         """[batch] int32; sequences that `generate` repeats for beams are repeated here."""
@@ -51,7 +51,8 @@ class Ring:
 
     def slots(self, seen: int, num_tokens: int, batch: int, device: torch.device) -> Tensor:
         """Slots [batch * num_tokens] of tokens after `seen` others: the same for all layers."""
-        if self._step is None or self._step[:2] != (seen, num_tokens):
+        step = seen, num_tokens, batch, device
+        if self._step is None or self._step[0] != step:
             leftpad = self.padding(batch, device)
             lengths = torch.full_like(leftpad, seen)
             if seen:
@@ -59,8 +60,8 @@ class Ring:
             slot = slots_of(lengths, num_tokens, self.sink_tokens, self.window, leftpad)
             last = torch.arange(1, batch + 1, dtype=torch.int32, device=device)[:, None]
             slot = torch.where(slot < 0, -1, last * self.capacity - 1 - slot)
-            self._step = seen, num_tokens, slot.flatten()
-        return self._step[2]
+            self._step = step, slot.flatten()
+        return self._step[1]
 
 
 class RingLayer(CacheLayerMixin):

@@ -170,3 +170,10 @@ def test_reset_starts_again() -> None:
     first = generate(model, ids, cache)
     cache.reset()
     assert torch.equal(generate(model, ids, cache).sequences, first.sequences)
+
+
+def test_a_reset_cache_keeps_the_step_of_no_other_batch() -> None:
+    ring = cache_of(make_model()).ring
+    two, three = (ring.slots(0, 20, batch, torch.device("cpu")) for batch in (2, 3))
+    assert (two.shape, three.shape) == ((40,), (60,))
+    assert torch.equal(three[:40], two)
