@@ -16,7 +16,7 @@ import splitkv
 from splitkv.core.kv import Codec
 from splitkv.core.masks import Mask
 from splitkv.runtime import dispatch
-from splitkv.runtime.growing_call import GrowingCall
+from splitkv.runtime.growing_caches import GrowingCaches
 from splitkv.testing import Call, Problem, assert_close, assert_lse_close, expected, make_operands
 
 LONGEST = 700
@@ -67,9 +67,9 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)  # as transformers concatenates them
 
 
-def grown() -> list[GrowingCall]:
+def grown() -> list[GrowingCaches]:
     entries = [entry for of_options in dispatch.calls.recent.values() for entry in of_options]
-    return [b.launcher for *_, b in entries if isinstance(b.launcher, GrowingCall)]
+    return [b.launcher for *_, b in entries if isinstance(b.launcher, GrowingCaches)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

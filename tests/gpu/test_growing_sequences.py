@@ -16,7 +16,7 @@ from training import FUNCTION, TRAINING, paged
 
 from splitkv.core.kv import Codec
 from splitkv.runtime import dispatch
-from splitkv.runtime.growing_call import GrowingSequences
+from splitkv.runtime.growing_sequences import GrowingSequences
 from splitkv.testing import (
     Call,
     Mask,

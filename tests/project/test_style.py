@@ -61,7 +61,7 @@ EXEMPT: dict[str, dict[str, str]] = {
         "layout": "a key, which is compared and never taken apart",
     },
     "runtime/decode.py": {"decode": _PUBLIC},
-    "runtime/growing_call.py": {"repeat": _RELAUNCH},
+    "runtime/growing_caches.py": {"repeat": _RELAUNCH},
     "runtime/warmup.py": {"warmup": _PUBLIC},
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import splitkv
 from splitkv.planner import registry
-from splitkv.runtime import dispatch
+from splitkv.runtime import dispatch, growing_sequences
 from splitkv.runtime.growing_gradients import AtLength, GrowingGradients
 
 HEADS, KV_HEADS, DIM, BATCH = 8, 2, 64, 2
@@ -181,7 +181,7 @@ def test_a_day_of_lengths_compiles_few_variants(compiled: list[str]) -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitkv.runtime.growing_call.MAX_KNOWN", 4)
+    monkeypatch.setattr("splitkv.runtime.growing.MAX_KNOWN", 4)
     with fake_gpu() as recorded:
         for n in range(200, 220):
             launches(recorded, packed(n), False)
@@ -198,5 +198,5 @@ def test_a_length_that_came_before_is_looked_up_once(
     with fake_gpu() as recorded:
         calls = [GROWTHS[name](n) for n in (200, 201, 202)]
         made = [launches(recorded, call, False) for _ in range(3) for call in calls]
-        monkeypatch.setattr("splitkv.runtime.growing_call.GrowingSequences.__call__", pytest.fail)
+        monkeypatch.setattr(growing_sequences.GrowingSequences, "__call__", pytest.fail)
         assert [launches(recorded, call, False) for call in calls[1:]] == made[-2:]

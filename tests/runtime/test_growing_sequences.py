@@ -25,8 +25,8 @@ from splitkv.kernels.hopper.prefill import launch
 from splitkv.kernels.host import sequences, workspace
 from splitkv.planner import registry
 from splitkv.runtime import attention as attention_call
-from splitkv.runtime import dispatch, growing_call
-from splitkv.runtime.growing_call import GrowingSequences
+from splitkv.runtime import dispatch, growing, growing_sequences
+from splitkv.runtime.growing_sequences import GrowingSequences
 
 HEADS, KV_HEADS, DIM, BATCH = 8, 2, 64, 2
 LEAST_ADDRESS = 1 << 24
@@ -338,7 +338,7 @@ def test_a_new_length_is_neither_described_nor_planned(
     gpu.through_triton = 0
     monkeypatch.setattr(attention_call, "describe_attention", pytest.fail)
     monkeypatch.setattr(dispatch, "make_plan", pytest.fail)
-    monkeypatch.setattr(growing_call, "plan_at_length", pytest.fail)
+    monkeypatch.setattr(growing, "plan_at_length", pytest.fail)
     for given_of in (prompt, packed):
         for n in (256, 272, 250, 263):
             run(given_of(n))
@@ -354,7 +354,7 @@ def test_a_new_number_of_sequences_is_neither_described_nor_planned(
     gpu.through_triton = 0
     monkeypatch.setattr(attention_call, "describe_attention", pytest.fail)
     monkeypatch.setattr(dispatch, "make_plan", pytest.fail)
-    monkeypatch.setattr(growing_call, "plan_at_length", pytest.fail)
+    monkeypatch.setattr(growing, "plan_at_length", pytest.fail)
     for given_of in (steps, documents):
         for n in (119, 114, 116):
             run(given_of(n))
@@ -388,7 +388,7 @@ def test_lengths_that_come_again_are_known(gpu: Recorded, monkeypatch: pytest.Mo
     for n in (240, 250, 230, 240):
         run(prompt(n))
     monkeypatch.undo()
-    monkeypatch.setattr(growing_call, "MAX_AGAIN", 5)
+    monkeypatch.setattr(growing_sequences, "MAX_AGAIN", 5)
     for n in range(225, 257):
         run(prompt(n))
         run(prompt(n - 90))
@@ -571,13 +571,13 @@ def test_a_growing_step_has_its_next_bucket_ready(
         run(dense(1, n, "heads"))
     dispatch.calls.clear()
     planned = []
-    plan_at = growing_call.plan_at_length
+    plan_at = growing.plan_at_length
 
     def noted(plan: Any, problem: Any, *rest: Any) -> Any:
         planned.append((n, problem.seqlen_k))
         return plan_at(plan, problem, *rest)
 
-    monkeypatch.setattr(growing_call, "plan_at_length", noted)
+    monkeypatch.setattr(growing, "plan_at_length", noted)
     for n in range(225, 300):
         run(dense(1, n, "heads"))
     ahead = {keys for n, keys in planned if registry.rounded_up(n) < keys}

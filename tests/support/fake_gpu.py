@@ -30,7 +30,7 @@ from splitkv.core.device import Device
 from splitkv.integrations import serving
 from splitkv.kernels.hopper.backward import launcher as hopper_backward
 from splitkv.kernels.host import workspace
-from splitkv.runtime import dispatch, growing_call, schedule
+from splitkv.runtime import dispatch, growing, schedule
 
 STREAM = 7
 _numbers = itertools.count()
@@ -142,7 +142,7 @@ def fake_gpu(name: str = "h200", parsed: bool = False) -> Iterator[Recorded]:
             patches.enter_context(mock.patch.object(target, attribute, value, create=True))
         for table in ("_buffers", "_counters", "_of_streams"):
             patches.enter_context(mock.patch.dict(getattr(workspace, table), clear=True))
-        kernels = growing_call.compiled, hopper_backward.compiled
+        kernels = growing.compiled, hopper_backward.compiled
         for known in (*kernels, serving._planned, serving._one_launch):
             patches.enter_context(mock.patch.dict(known, clear=True))
         patches.enter_context(uncompiled(parsed))

@@ -27,7 +27,7 @@ from splitkv.core.plan import SCHEDULED, Plan
 from splitkv.planner.policies import DEFAULT
 from splitkv.reference import apply_sink_logits, scaled
 from splitkv.runtime.call_cache import layout
-from splitkv.runtime.growing_call import keep
+from splitkv.runtime.growing import keep
 from splitkv.runtime.schedule import Schedule, make_schedule
 
 DECODE_POLICY = "SPLITKV_DECODE_POLICY"  # names an environment variable, as engines pass no options

@@ -25,13 +25,14 @@ from splitkv.core.problem import (
     expect_no_grad_with_out,
     expect_out,
 )
-from splitkv.runtime import dispatch, growing_call
+from splitkv.runtime import dispatch, growing_sequences
 from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
 from splitkv.runtime.autograd import NAMES, attention_op
 from splitkv.runtime.call_cache import BoundCall, Result, current_device, with_types
 from splitkv.runtime.dispatch import handle_of, is_plain, needs_grad, within_64_bits
-from splitkv.runtime.growing_call import NO_OPTIONAL, GrowingSequences
+from splitkv.runtime.growing_caches import capacity_of
 from splitkv.runtime.growing_gradients import GrowingGradients
+from splitkv.runtime.growing_sequences import NO_OPTIONAL, GrowingSequences
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -462,7 +463,7 @@ def _options_of_any_length(
     table, (longest_q, longest_k) = call.optional[_TABLE], call.scalars[:_LENGTHS]
     if not type(longest_q) is type(longest_k) is int:
         return None
-    room = MAX_SIZE if table is None else growing_call.capacity_of(k, table)
+    room = MAX_SIZE if table is None else capacity_of(k, table)
     if not (0 < longest_q <= MAX_SIZE and 0 < longest_k <= room):
         return None
     scalars = options[0]
@@ -495,15 +496,15 @@ def _growing(
     if given["sequence_sink_tokens"] is not None:
         return None
     paged, out = given["page_table"] is not None, given["out"] is not None
-    lengths = growing_call.lengths_of_tensors(is_packed, paged, out)
+    lengths = growing_sequences.lengths_of_tensors(is_packed, paged, out)
     rows: dict[int, int] = {}
     if is_packed and not grad:  # kernels of gradients are bound to a number of sequences
-        rows = growing_call.rows_of_sequences(tensors, given)
+        rows = growing_sequences.rows_of_sequences(tensors, given)
     scales = given["q_scale"], given["k_scale"]
-    pattern = growing_call.pattern_of_sequences(tensors, lengths, rows, scales)
+    pattern = growing_sequences.pattern_of_sequences(tensors, lengths, rows, scales)
     if pattern is None:
         return None
-    check = partial(growing_call.check_of_sequences, lengths=lengths, rows=rows)
+    check = partial(growing_sequences.check_of_sequences, lengths=lengths, rows=rows)
     new = partial(_bind_growing, tensors, given, grad)
     known = options if packed is None else packed
     return dispatch.calls.get_or_bind_alike(
@@ -518,7 +519,7 @@ def _bind_growing(tensors: list[Tensor], given: dict[str, Any], grad: bool) -> B
         return dispatch.plan_for(problem, operands, None)
 
     kernel = plan(problem, operands).kernel
-    if kernel not in (*growing_call.SEQUENCES_GROW, *growing_call.SEQUENCES_STAY):
+    if kernel not in (*growing_sequences.SEQUENCES_GROW, *growing_sequences.SEQUENCES_STAY):
         return None
     numbers = {name: given[name] for name in NUMBERS}
     mask = Mask.of(given["causal"], given["window_size"], **numbers)

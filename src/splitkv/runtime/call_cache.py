@@ -6,7 +6,7 @@ A call is described, planned and bound once for each kind of call. A kind is kno
   may not all be allowed; a plan by its identity; and which of the optional tensors are given. The
   caller makes one tuple of them, see `with_types`. What is not hashable is in no cache;
 * the layouts of the tensors: shape, strides, element type and device; or what layouts have in
-  common, where a call is bound to all of them (`growing_call.py`);
+  common, where a call is bound to all of them (`growing.py`);
 * whether autograd records: where a tensor requires a gradient, `torch.is_grad_enabled()`.
 
 Addresses and contents are in no key, so neither are lengths nor page tables. Autocast is no part of

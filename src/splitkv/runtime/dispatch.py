@@ -42,10 +42,10 @@ from splitkv.kernels.host.stand_in import StandIn
 from splitkv.planner.legality import expect_backward, expect_config
 from splitkv.planner.policies.shared import MAX_SPLITS
 from splitkv.planner.registry import completed, in_bucket, kernel_named, make_plan, rounded_up
-from splitkv.runtime import call_cache, growing_call
+from splitkv.runtime import call_cache, growing_caches
 from splitkv.runtime.autocast import as_autocast, autocast_dtype, without_autocast
 from splitkv.runtime.call_cache import BoundCall, CallCache, Launcher, Result
-from splitkv.runtime.growing_call import GROWS
+from splitkv.runtime.growing_caches import GROWS
 
 calls: CallCache[BoundCall] = CallCache()  # of decode, attention and attention_varlen
 _warned: set[tuple[str, ...]] = set()
@@ -345,7 +345,7 @@ def _of_any_max_seqlen_k(
     longest, page_table = arguments["max_seqlen_k"], arguments["page_table"]
     if not on_a_gpu(tensors[0]):
         return None
-    capacity = growing_call.capacity_of(tensors[1], page_table)
+    capacity = growing_caches.capacity_of(tensors[1], page_table)
     if type(longest) is not int or not 0 < longest < capacity:  # describing says what is not right
         return None
     on_host = arguments["cache_seqlens"] is None
@@ -375,11 +375,11 @@ def _growing(
     absent = made.plan, *(arguments[n] for n in unknown)
     if any(x is not None for x in absent) or needs_grad(*tensors):
         return None
-    pattern = growing_call.pattern_of(tensors)
+    pattern = growing_caches.pattern_of_caches(tensors)
     if pattern is None or not on_a_gpu(tensors[0]):
         return None
     new = partial(_bind_growing, tensors, arguments, made)
-    check = growing_call.check_of_any_length
+    check = growing_caches.check_of_caches
     return calls.get_or_bind_alike(options, tensors, pattern, check, new)
 
 
@@ -393,7 +393,7 @@ def _bind_growing(
 
     if plan(in_bucket(problem), operands).kernel not in GROWS:
         return None
-    call = growing_call.GrowingCall(problem, operands, made.num_splits, plan)
+    call = growing_caches.GrowingCaches(problem, operands, made.num_splits, plan)
     return BoundCall.of(call, operands, None)
 
 

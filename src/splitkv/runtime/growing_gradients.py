@@ -1,9 +1,9 @@
 """Attention on sequences of ever new lengths whose gradients are wanted, as in packed training.
 
-The forward is that of calls without gradients, see growing_call.py. The plan of a bucket of lengths
-says what makes the gradients, too, and its launcher takes the exact lengths from each call. What
-stays the same for a layout of tensors is an `AtLength`: autograd keeps it for the backward, which
-keeps in it how its kernels are launched again.
+The forward is that of calls without gradients, see growing_sequences.py. The plan of a bucket of
+lengths says what makes the gradients, too, and its launcher takes the exact lengths from each call.
+What stays the same for a layout of tensors is an `AtLength`: autograd keeps it for the backward,
+which keeps in it how its kernels are launched again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.kernels.host.lengths import relaunched
 from splitkv.kernels.host.sequence_sizes import scale_and_softcap
 from splitkv.planner.registry import kernel_named
-from splitkv.runtime import growing_call
+from splitkv.runtime import growing
 from splitkv.runtime.call_cache import Launcher, Result
-from splitkv.runtime.growing_call import SEQUENCES_GROW, Bucket, GrowingSequences, keep, layout_of
+from splitkv.runtime.growing import Bucket, keep
+from splitkv.runtime.growing_sequences import SEQUENCES_GROW, GrowingSequences, layout_of
 
 if TYPE_CHECKING:
     from splitkv.kernels.host.sequence_repeat import Sequences
@@ -101,7 +102,7 @@ class GrowingGradients:
             at = self.known.get(here)
             if at is None:
                 at = self.at_length(x, here)
-                keep(self.known, here, at, growing_call.MAX_KNOWN)
+                keep(self.known, here, at, growing.MAX_KNOWN)
             self.latest = here, at
         return _differentiable()(at, x) if isinstance(at, AtLength) else at(x)
 

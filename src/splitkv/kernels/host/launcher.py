@@ -352,7 +352,7 @@ class DecodeLauncher:
     @cached_property
     def merge(self) -> Merge | None:
         """`combine`; None: there are no partials. Bound when it is asked for, as a step of its own
-        where a launcher is made ready (`runtime/growing_call.py`)."""
+        where a launcher is made ready (`runtime/growing.py`)."""
         return merge_of(self.plan, self.merge_layout) if self.partial_rows else None
 
     def __call__(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -27,8 +27,9 @@ from splitkv.kernels.host import map_launch, tensor_maps
 from splitkv.kernels.host.launcher import DecodeLauncher
 from splitkv.planner import registry
 from splitkv.planner.policies import persistent
-from splitkv.runtime import dispatch, growing_call
-from splitkv.runtime.growing_call import GrowingCall
+from splitkv.runtime import dispatch
+from splitkv.runtime import growing as growth
+from splitkv.runtime.growing_caches import GrowingCaches
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
 FIRST, STEPS = 500, 80  # three buckets
@@ -299,7 +300,7 @@ def test_strides_are_told_apart_as_triton_does(compiled: list[str]) -> None:
 
 def bound_calls() -> list[Any]:
     entries = [e for of_options in dispatch.calls.recent.values() for e in of_options]
-    return [bound for *_, bound in entries if isinstance(bound.launcher, GrowingCall)]
+    return [bound for *_, bound in entries if isinstance(bound.launcher, GrowingCaches)]
 
 
 def growing(n: int = FIRST) -> tuple[Tensor, Caches]:
@@ -326,7 +327,7 @@ def test_few_functions_are_called_for_a_new_length(gpu: Recorded) -> None:
     bucket = registry.rounded_up(FIRST)
     for n in range(FIRST + 1, bucket + 4):
         counts[n] = functions_called(partial(splitkv.decode, q, **of_heads(n)))
-    first = bucket - growing_call.AHEAD + 1
+    first = bucket - growth.AHEAD + 1
     ready = [counts.pop(n) for n in range(first, first + STEPS_TO_A_BUCKET)]
     assert max(counts.values()) <= MOST_CALLS
     assert min(ready) > MOST_CALLS and max(ready) <= MOST_CALLS_READY
@@ -340,8 +341,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given, **named: done.append(name) or function(*given, **named)
 
-    plan, keep, init = growing_call.plan_at_length, DecodeLauncher.keep, DecodeLauncher.__init__
-    monkeypatch.setattr(growing_call, "plan_at_length", noted("plan", plan))
+    plan, keep, init = growth.plan_at_length, DecodeLauncher.keep, DecodeLauncher.__init__
+    monkeypatch.setattr(growth, "plan_at_length", noted("plan", plan))
     monkeypatch.setattr(DecodeLauncher, "__init__", noted("bind", init))
     monkeypatch.setattr(DecodeLauncher, "keep", noted("keep", keep))
     return done
@@ -379,7 +380,7 @@ def test_a_bucket_that_nobody_was_near_takes_all_at_once(
 
 def test_no_cache_is_held_for_a_bucket_to_come(gpu: Recorded) -> None:
     q, last = grown_again(), registry.rounded_up(FIRST)
-    first = last - growing_call.AHEAD + 1
+    first = last - growth.AHEAD + 1
     for n in range(first, first + STEPS_TO_A_BUCKET):
         caches = of_heads(n)
         held = [weakref.ref(x) for x in caches.values()]
@@ -395,8 +396,8 @@ def test_a_new_length_is_neither_described_nor_planned(
     q, _ = growing(FIRST + 13)
     for name in ("run_decode", "describe_decode", "make_plan"):
         monkeypatch.setattr(dispatch, name, pytest.fail)
-    monkeypatch.setattr(growing_call, "plan_at_length", pytest.fail)
-    last = registry.rounded_up(FIRST + 14) - growing_call.AHEAD
+    monkeypatch.setattr(growth, "plan_at_length", pytest.fail)
+    last = registry.rounded_up(FIRST + 14) - growth.AHEAD
     assert last - FIRST - 14 >= 6
     for n in range(FIRST + 14, last + 1):
         splitkv.decode(q, **of_heads(n))
