@@ -28,7 +28,7 @@ from splitkv.kernels import records
 from splitkv.lab.tune.problems import Draw
 from splitkv.planner import registry
 from splitkv.planner.explanation import explain
-from splitkv.planner.policies import tuned
+from splitkv.planner.policies import tuned_tables
 
 QWEN = ["--batch", "1", "--heads", "28", "--kv-heads", "4", "--head-dim", "128"]
 
@@ -401,11 +401,11 @@ def test_tune_records_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_regret_takes_a_table_that_is_not_in_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    problem = tuned.tuned_problem(1, 8, 1, 128, 1, 512, None)
-    best = tuned.Timed("decode_split", Config(2, 16, 128, 4, 2), 5.0)
-    made = tuned.Table("NVIDIA H200", {}, (tuned.Measured(problem, (best,)),))
+    problem = tuned_tables.tuned_problem(1, 8, 1, 128, 1, 512, None)
+    best = tuned_tables.Timed("decode_split", Config(2, 16, 128, 4, 2), 5.0)
+    made = tuned_tables.Table("NVIDIA H200", {}, (tuned_tables.Measured(problem, (best,)),))
     path = tmp_path / "table.json"
-    path.write_text(tuned.dump(made))
+    path.write_text(tuned_tables.dump(made))
     calls = stand_in(monkeypatch, "tune.regret.measure_regret", 0)
     options = "--lengths", "host", "--share", "2/2", "--codec", "fp8"
     assert run("regret", "--codec", "int4").exit_code == 2

@@ -15,7 +15,7 @@ from splitkv.core.problem import Problem
 from splitkv.kernels import records
 from splitkv.lab.tune.problems import drawn
 from splitkv.planner import registry
-from splitkv.planner.policies import decode_cost, shared, short_queries, tuned, waves
+from splitkv.planner.policies import decode_cost, shared, short_queries, tuned, tuned_tables, waves
 from splitkv.planner.policies.shared import (
     MAX_SPLITS,
     ROUNDED,
@@ -132,7 +132,7 @@ def test_clusters_for_which_there_is_no_room_are_no_more_than_those_left_out(
 
 @every_problem
 def test_the_best_around_a_table_is_the_best_of_all_that_is_proposed(problem: Problem) -> None:
-    problem, table = replace(problem, codec=Codec()), tuned.table_of(H200.name)
+    problem, table = replace(problem, codec=Codec()), tuned_tables.table_of(H200.name)
     assert table is not None
     candidates = able(problem)
     near = [table.near(away, number, H200) for away, number in tuned._nearest(problem, table)]

@@ -32,7 +32,7 @@ from splitkv.planner.policies import (
     persistent,
     shared,
     short_queries,
-    tuned,
+    tuned_tables,
 )
 from splitkv.planner.policies.shared import WHOLE_SEQUENCES
 from splitkv.planner.registry import (
@@ -395,7 +395,7 @@ def test_a_new_plan_calls_few_functions(
     problem = Problem("decode", 1, 32, 8, 128, 128, 1, 1000, mask=Mask(causal=True))
     made = partial(make_plan, problem, GPUS[gpu])
     kept = shared.shapes, shared.clusters, decode_cost.batch_of, short_queries.queries_of
-    for cached in (*kept, persistent.best_known, tuned.table_of):
+    for cached in (*kept, persistent.best_known, tuned_tables.table_of):
         cached.cache_clear()
     first, again = functions_called(made), functions_called(made)
     assert again < first // 5 and first <= most, first

@@ -23,9 +23,9 @@ from splitkv.lab.harness import space
 from splitkv.lab.tune import studies
 from splitkv.lab.tune.problems import drawn
 from splitkv.planner import registry
-from splitkv.planner.policies import POLICIES, decode_cost, tuned, waves
+from splitkv.planner.policies import POLICIES, decode_cost, tuned, tuned_tables, waves
 from splitkv.planner.policies.shared import num_tiles, shapes
-from splitkv.planner.policies.tuned import Measured, Table, Timed
+from splitkv.planner.policies.tuned_tables import Measured, Table, Timed
 
 H200 = GPUS["h200"]
 ABLE: tuple[Kernel, ...] = (records.DECODE_SPLIT, records.TORCH_SDPA, records.TORCH_MATH)
@@ -37,7 +37,7 @@ def timed(splits: int, us: float, **shape: int) -> Timed:
 
 
 def problem(batch: int = 1, keys: int = 4096, page_size: int | None = None) -> Problem:
-    return tuned.tuned_problem(batch, 32, 8, 128, 1, keys, page_size)
+    return tuned_tables.tuned_problem(batch, 32, 8, 128, 1, keys, page_size)
 
 
 def table(*measured: Measured, gpu: str = H200.name) -> Table:
@@ -50,21 +50,21 @@ def table(*measured: Measured, gpu: str = H200.name) -> Table:
 def test_without_a_table_waves_decides_and_why_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuned, "TABLES", tmp_path)
-    tuned.table_of.cache_clear()
+    monkeypatch.setattr(tuned_tables, "TABLES", tmp_path)
+    tuned_tables.table_of.cache_clear()
     own, choice = (POLICIES[name](problem(), H200, ABLE) for name in ("waves", "tuned"))
     assert choice.config == own.config
     assert choice.why == f"tuned: no table for NVIDIA H200; {own.why}"
-    tuned.table_of.cache_clear()
+    tuned_tables.table_of.cache_clear()
 
 
 def test_the_table_of_the_device_is_found_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuned, "TABLES", tmp_path)
-    tuned.table_of.cache_clear()
+    monkeypatch.setattr(tuned_tables, "TABLES", tmp_path)
+    tuned_tables.table_of.cache_clear()
     best = timed(3, 5.0, tile_n=128, num_stages=2)
-    (tmp_path / "h200.json").write_text(tuned.dump(table(Measured(problem(), (best,)))))
+    (tmp_path / "h200.json").write_text(tuned_tables.dump(table(Measured(problem(), (best,)))))
     choice = tuned.choose(problem(), H200, ABLE)
     assert choice.config == best.config
     assert choice.why == "tuned: the fastest of this problem on NVIDIA H200, 5.0 us"
@@ -73,27 +73,27 @@ def test_the_table_of_the_device_is_found_by_its_name(
     assert "measured on NVIDIA H200, the nearest 0.3 octaves away" in near.why
     elsewhere = tuned.choose(problem(), GPUS["a10"], ABLE)
     assert elsewhere.why.startswith("tuned: no table for NVIDIA A10; waves: ")
-    tuned.table_of.cache_clear()
+    tuned_tables.table_of.cache_clear()
 
 
 @pytest.fixture
 def two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
     """The package's table of the H200 and the user's, neither of them written yet."""
-    monkeypatch.setattr(tuned, "TABLES", tmp_path / "package")
+    monkeypatch.setattr(tuned_tables, "TABLES", tmp_path / "package")
     monkeypatch.setenv("SPLITKV_CACHE", str(tmp_path / "user"))
     for folder in ("package", "user"):
         (tmp_path / folder).mkdir()
-    tuned.table_of.cache_clear()
+    tuned_tables.table_of.cache_clear()
     yield tmp_path / "package" / "h200.json", tmp_path / "user" / "h200.json"
-    tuned.table_of.cache_clear()
+    tuned_tables.table_of.cache_clear()
 
 
 def test_the_users_times_count_before_the_packages(two_files: tuple[Path, Path]) -> None:
     package, user = two_files
     ours, theirs = timed(3, 5.0, tile_n=128, num_stages=2), timed(6, 4.5, tile_n=32, num_stages=2)
     both, one = Measured(problem(), (ours,)), Measured(problem(2), (ours,))
-    package.write_text(tuned.dump(table(both, one)))
-    user.write_text(tuned.dump(table(Measured(problem(), (theirs,)))))
+    package.write_text(tuned_tables.dump(table(both, one)))
+    user.write_text(tuned_tables.dump(table(Measured(problem(), (theirs,)))))
     choice = tuned.choose(problem(), H200, ABLE)
     assert choice.config == theirs.config
     date = MADE["date"][:10]
@@ -101,13 +101,13 @@ def test_the_users_times_count_before_the_packages(two_files: tuple[Path, Path])
         f"tuned: the fastest of this problem on NVIDIA H200, your table of {date}, 4.5 us"
     )
     assert tuned.choose(problem(2), H200, ABLE).config == ours.config
-    joined = tuned.table_of("NVIDIA H200")
+    joined = tuned_tables.table_of("NVIDIA H200")
     assert joined is not None and len(joined.measured) == 2
 
 
 def test_the_users_table_serves_where_the_package_has_none(two_files: tuple[Path, Path]) -> None:
     best = timed(6, 4.5, tile_n=32, num_stages=2)
-    two_files[1].write_text(tuned.dump(table(Measured(problem(), (best,)))))
+    two_files[1].write_text(tuned_tables.dump(table(Measured(problem(), (best,)))))
     assert tuned.choose(problem(), H200, ABLE).config == best.config
 
 
@@ -119,7 +119,7 @@ def test_a_table_of_another_version_is_left_out_with_a_warning(
 ) -> None:
     package, user = two_files
     best = timed(3, 5.0, tile_n=32, num_stages=2)
-    package.write_text(tuned.dump(table(Measured(problem(), (best,)))))
+    package.write_text(tuned_tables.dump(table(Measured(problem(), (best,)))))
     damaged = package.read_text().replace(*damage)
     assert damaged != package.read_text()
     user.write_text(damaged)
@@ -131,10 +131,10 @@ def test_a_table_of_another_version_is_left_out_with_a_warning(
 def test_the_users_cache_is_where_it_usually_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPLITKV_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert tuned.user_tables() == Path("/somewhere/splitkv")
+    assert tuned_tables.user_tables() == Path("/somewhere/splitkv")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
-    assert tuned.user_tables() == Path("/home/me/.cache/splitkv")
+    assert tuned_tables.user_tables() == Path("/home/me/.cache/splitkv")
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,18 @@ def test_the_users_cache_is_where_it_usually_is(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_table_is_named_after_its_gpu(gpu: str, name: str) -> None:
-    assert tuned.file_name(gpu) == name
+    assert tuned_tables.file_name(gpu) == name
 
 
-@pytest.mark.parametrize("path", sorted(tuned.TABLES.glob("*.json")), ids=lambda path: path.stem)
+each_table = pytest.mark.parametrize(
+    "path", sorted(tuned_tables.TABLES.glob("*.json")), ids=lambda path: path.stem
+)
+
+
+@each_table
 def test_a_committed_table_says_where_it_is_from(path: Path) -> None:
-    found = tuned.load(path)
-    assert path.name == tuned.file_name(found.gpu)
+    found = tuned_tables.load(path)
+    assert path.name == tuned_tables.file_name(found.gpu)
     assert {"driver", "versions", "commit", "date", "command"} <= found.made.keys()
     assert len(found.measured) >= 300
     assert path.stat().st_size < 150_000
@@ -160,12 +165,12 @@ def test_a_committed_table_says_where_it_is_from(path: Path) -> None:
     assert {plan.kernel for m in found.measured for plan in m.plans} <= names
 
 
-@pytest.mark.parametrize("path", sorted(tuned.TABLES.glob("*.json")), ids=lambda path: path.stem)
+@each_table
 def test_rows_are_made_when_they_are_looked_at(path: Path) -> None:
     """And found by sizes that are those of their problems."""
-    opened, loaded = tuned.opened(path), tuned.load(path)
+    opened, loaded = tuned_tables.opened(path), tuned_tables.load(path)
     assert opened.classes == loaded.classes
-    assert isinstance(opened.measured, tuned.Rows) and not opened.measured._made
+    assert isinstance(opened.measured, tuned_tables.Rows) and not opened.measured._made
     choose = tuned.with_table(opened), tuned.with_table(loaded)
     for keys in (1000, 9000):
         whole, few = (policy(problem(3, keys), H200, ABLE) for policy in choose)
@@ -175,18 +180,18 @@ def test_rows_are_made_when_they_are_looked_at(path: Path) -> None:
     assert [*opened.measured] == [*loaded.measured] == opened.measured[:]
 
 
-@pytest.mark.parametrize("path", sorted(tuned.TABLES.glob("*.json")), ids=lambda path: path.stem)
+@each_table
 def test_a_file_is_read_by_lines_or_as_any_json(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thousands of plans are parsed where another program has laid it out, and not else."""
     parsed, loads = list[int](), json.loads
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(len(text)) or loads(text))
-    tuned.with_table(tuned.opened(path))(problem(3), H200, ABLE)
+    tuned.with_table(tuned_tables.opened(path))(problem(3), H200, ABLE)
     assert 0 < sum(parsed) < path.stat().st_size // 2
     other = tmp_path / path.name
     other.write_text(json.dumps(loads(path.read_text()), indent=2))
-    assert tuned.load(other) == tuned.load(path)
+    assert tuned_tables.load(other) == tuned_tables.load(path)
 
 
 # --- the file ----------------------------------------------------------------------------------
@@ -200,8 +205,8 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     )
     written = table(Measured(problem(3), plans), Measured(problem(4, page_size=16), plans[:1]))
     path = tmp_path / "h200.json"
-    path.write_text(tuned.dump(written))
-    assert tuned.load(path) == written
+    path.write_text(tuned_tables.dump(written))
+    assert tuned_tables.load(path) == written
     data = json.loads(path.read_text())
     assert data["schema"] == 1 and data["gpu"] == "NVIDIA H200"
     assert data["shapes"][0] == ["decode_split", {"tile_n": 32, "num_warps": 8}]
@@ -215,9 +220,9 @@ def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "h200.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"^table: expected JSON with schema 1, got"):
-        tuned.load(path)
+        tuned_tables.load(path)
     with pytest.raises(ValueError, match=r"^table: expected a file that"):
-        tuned.load(tmp_path / "none.json")
+        tuned_tables.load(tmp_path / "none.json")
 
 
 # --- what is chosen ----------------------------------------------------------------------------
@@ -336,8 +341,8 @@ def test_a_cluster_is_a_plan_like_others_and_its_parts_are_bounded(tmp_path: Pat
         Measured(problem(8, 4096), (Timed("hopper_decode_split", pair, 34.0),)),
         Measured(problem(2, 65536), (Timed("hopper_decode_split", pair, 130.0),)),
     )
-    (tmp_path / "h200.json").write_text(tuned.dump(known))
-    assert tuned.load(tmp_path / "h200.json").measured == known.measured
+    (tmp_path / "h200.json").write_text(tuned_tables.dump(known))
+    assert tuned_tables.load(tmp_path / "h200.json").measured == known.measured
     choose, able = tuned.with_table(known), (records.HOPPER_DECODE_SPLIT, *ABLE)
     assert choose(problem(8, 4096), H200, able).config == pair
     longer = choose(problem(2, 65536), H200, able).config
@@ -401,7 +406,7 @@ tables = st.lists(
     st.builds(
         Measured,
         st.builds(
-            lambda b, kv, ratio, d, q, k, page: tuned.tuned_problem(
+            lambda b, kv, ratio, d, q, k, page: tuned_tables.tuned_problem(
                 b, kv * ratio, kv, d, q, k, page
             ),
             st.integers(1, 256),
@@ -508,13 +513,13 @@ MIXES = {
 def test_a_table_has_scheduled_plans_of_mixes(tmp_path: Path) -> None:
     whole = replace(of_mixes(**MIXES), measured=(Measured(problem(), (timed(3, 5.0),)),))
     path = tmp_path / "h200.json"
-    path.write_text(tuned.dump(whole))
-    for read in (tuned.load(path), tuned.opened(path)):
+    path.write_text(tuned_tables.dump(whole))
+    for read in (tuned_tables.load(path), tuned_tables.opened(path)):
         assert read.mixes == whole.mixes and tuple(read.measured) == whole.measured
         assert read.made == MADE
-    assert tuned.dump(tuned.load(path)) == path.read_text()
+    assert tuned_tables.dump(tuned_tables.load(path)) == path.read_text()
     without = replace(whole, mixes=())
-    assert "mixes" not in tuned.dump(without)
+    assert "mixes" not in tuned_tables.dump(without)
 
 
 def test_the_best_at_worst_of_what_is_hardly_slower_at_equal_lengths() -> None:
@@ -574,5 +579,5 @@ def test_fewer_sms_have_no_room_for_as_many_programs() -> None:
 
 def test_mixes_of_a_table_that_is_joined() -> None:
     own, others = of_mixes(equal=MIXES["equal"]), of_mixes(uniform=MIXES["uniform"])
-    assert tuned.joined(own, (), others.mixes).mixes == own.mixes
-    assert tuned.joined(table(), (), others.mixes).mixes == others.mixes
+    assert tuned_tables.joined(own, (), others.mixes).mixes == own.mixes
+    assert tuned_tables.joined(table(), (), others.mixes).mixes == others.mixes

@@ -287,7 +287,7 @@ def tune(
     with one_line_errors():
         from splitkv.lab.tune import table as lab
         from splitkv.lab.tune.problems import Draw, share_of
-        from splitkv.planner.policies import tuned
+        from splitkv.planner.policies import tuned_tables
 
         status = lab.tune(
             Draw(problems, seed, max_bytes, share_of(share), mixes),
@@ -303,7 +303,7 @@ def tune(
             json_path=json_path,
             time_limit=time_limit,
             console=console,
-            like=None if like is None else tuned.load(like),
+            like=None if like is None else tuned_tables.load(like),
         )
     raise typer.Exit(status)
 
@@ -331,7 +331,7 @@ def regret(
         from splitkv.core.kv import CodecName
         from splitkv.lab.tune import regret as lab
         from splitkv.lab.tune.problems import Draw, share_of
-        from splitkv.planner.policies import tuned
+        from splitkv.planner.policies import tuned, tuned_tables
 
         expect_at_least("random", random, 0)
         expect_at_least("mixes", mixes, 0)
@@ -339,7 +339,7 @@ def regret(
         policies = policies_named(policy or ["waves", "tuned"])
         if table is not None:
             expect("tuned" in policies, "table", "None without the policy tuned", str(table))
-            policies["tuned"] = tuned.with_table(tuned.load(table))
+            policies["tuned"] = tuned.with_table(tuned_tables.load(table))
         status = lab.measure_regret(
             Draw(random, seed, max_bytes, share_of(share), mixes),
             with_matrix=matrix,

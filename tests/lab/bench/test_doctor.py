@@ -13,7 +13,7 @@ from splitkv.cli import app
 from splitkv.core.device import GPUS, cpu
 from splitkv.core.problem import Problem
 from splitkv.lab.bench import doctor
-from splitkv.planner.policies import tuned
+from splitkv.planner.policies import tuned_tables
 
 H200 = GPUS["h200"]
 
@@ -92,7 +92,7 @@ def test_what_holds_the_clocks_down_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_table_of_the_policy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = tuned.table_of(H200.name)
+    shipped = tuned_tables.table_of(H200.name)
     assert shipped is not None
     name, said = doctor.table(H200)
     assert name == "tuned" and said.startswith(

@@ -39,7 +39,7 @@ from splitkv.lab.reproduce.model import Rest
 from splitkv.lab.tune import studies
 from splitkv.planner import registry
 from splitkv.planner.legality import is_legal
-from splitkv.planner.policies import tuned
+from splitkv.planner.policies import tuned_tables
 from splitkv.planner.registry import make_plan
 
 grammar = pytest.importorskip("splitkv.lab.evolve.grammar")
@@ -705,8 +705,8 @@ def test_a_distilled_rule_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyP
     judge = evaluator()
     made = run.table_of(tmp_path, RULE, judge)
     path = tmp_path / "table.json"
-    path.write_text(tuned.dump(made))
-    again = tuned.load(path)
+    path.write_text(tuned_tables.dump(made))
+    again = tuned_tables.load(path)
     assert again.gpu == H200.name and "splitkv distil" in again.made["command"]
     assert [m.problem for m in again.measured] == [case.problem for case in SMALL.counted]
     assert again.measured[1].plans[0].config.num_splits == 8

@@ -21,7 +21,7 @@ from splitkv.lab.harness.timing import Protocol
 from splitkv.lab.report.studies import regret as share_of_regret
 from splitkv.lab.tune import studies, sweep
 from splitkv.lab.tune.studies import Effort
-from splitkv.planner.policies import POLICIES, fixed, tuned
+from splitkv.planner.policies import POLICIES, fixed, tuned_tables
 
 
 def run(cases: list[Case], path: Path | None = None, **options: Any) -> tuple[Any, Any, str]:
@@ -49,7 +49,7 @@ def test_a_study_finds_the_fastest_and_times_the_policies_with_it() -> None:
     assert shares["one"] > shares["waves"] > 0
     assert record["chosen"]["waves"]["why"].startswith("waves: ")
     assert not record["reasons"] and json.loads(json.dumps(record)) == record
-    assert record["problem"] == tuned.dims(CASE.problem)
+    assert record["problem"] == tuned_tables.dims(CASE.problem)
 
 
 @pytest.mark.usefixtures("h200")

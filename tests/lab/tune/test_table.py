@@ -17,7 +17,7 @@ from splitkv.lab.harness.cases import Case
 from splitkv.lab.tune import problems, studies, table
 from splitkv.lab.tune.problems import Draw, case_of
 from splitkv.lab.tune.studies import Effort
-from splitkv.planner.policies import tuned
+from splitkv.planner.policies import tuned, tuned_tables
 
 
 def tuned_with(path: Path | None, count: int = 5, **options: Any) -> tuple[int, str]:
@@ -35,7 +35,7 @@ def test_tune_writes_a_table_that_tuned_follows(tmp_path: Path) -> None:
     path = tmp_path / "new" / "h200.json"
     status, text = tuned_with(path, 12)
     assert status == 0 and f"{path}: 12 problems" in text and "| waves " in text
-    written = tuned.load(path)
+    written = tuned_tables.load(path)
     assert written.gpu == "NVIDIA H200" and len(written.measured) == 12
     assert written.made["command"] == "splitkv tune" and written.made["commit"] == "abc"
     choose, kernels = tuned.with_table(written), space.splitting(CASE.problem, H200)
@@ -56,9 +56,9 @@ def test_tune_writes_where_the_policy_finds_it(
     status, text = tuned_with(None, 3)
     assert status == 0 and f"{tmp_path / 'h200.json'}: 3 problems" in text
     assert {path.name for path in tmp_path.iterdir()} == {"h200.json", "h200.jsonl"}
-    found = tuned.table_of("NVIDIA H200")
+    found = tuned_tables.table_of("NVIDIA H200")
     monkeypatch.undo()
-    tuned.table_of.cache_clear()
+    tuned_tables.table_of.cache_clear()
     assert found is not None and found.note.startswith(", your table of 20")
 
 
@@ -81,18 +81,20 @@ def test_an_interrupted_tune_goes_on_where_it_was(
     assert not path.exists() and len(path.with_suffix(".jsonl").read_text().splitlines()) == 2
     status, text = tuned_with(path, 4)
     assert status == 0 and f"2 of 4 cases were already measured: {tmp_path}" in text
-    assert len(taken) == 5 and len(tuned.load(path).measured) == 4
+    assert len(taken) == 5 and len(tuned_tables.load(path).measured) == 4
 
 
 @pytest.mark.usefixtures("h200")
 def test_a_table_of_320_problems_is_small(tmp_path: Path) -> None:
     plans = tuple(
-        tuned.Timed("hopper_decode_split", Config(1000 + i, 64, 128, 8, i), 1234.56)
+        tuned_tables.Timed("hopper_decode_split", Config(1000 + i, 64, 128, 8, i), 1234.56)
         for i in range(table.PLANS_KEPT)
     )
-    measured = [tuned.Measured(case.problem, plans) for case in problems.drawn(320, 0, 1.1e9)]
-    written = tuned.Table("NVIDIA H200", MACHINE, tuple(measured))
-    assert len(tuned.dump(written)) < 100_000
+    measured = [
+        tuned_tables.Measured(case.problem, plans) for case in problems.drawn(320, 0, 1.1e9)
+    ]
+    written = tuned_tables.Table("NVIDIA H200", MACHINE, tuple(measured))
+    assert len(tuned_tables.dump(written)) < 100_000
 
 
 @pytest.mark.usefixtures("h200")
@@ -112,7 +114,7 @@ def test_tune_goes_by_another_table(tmp_path: Path) -> None:
     """Its problems that fit, in a drawn order, and of each the plans that it has."""
     other = tmp_path / "other.json"
     assert tuned_with(other, 12)[0] == 0
-    like = tuned.load(other)
+    like = tuned_tables.load(other)
     sizes = sorted(case_of(m.problem).kv_bytes for m in like.measured)
     draw = Draw(4, 3, sizes[-3])
     drawn = table.drawn_from(like, draw)
@@ -127,7 +129,7 @@ def test_tune_goes_by_another_table(tmp_path: Path) -> None:
     given: dict[str, Any] = {"effort": Effort(2, 3), "with_known": False, "jobs": 0}
     given |= {"table_path": path, "command": "splitkv tune", "json_path": None, "time_limit": None}
     assert table.tune(draw, **given, console=out, like=like) == 0, screen.getvalue()
-    written = tuned.load(path)
+    written = tuned_tables.load(path)
     assert [m.problem for m in written.measured] == [case.problem for case in drawn]
     theirs = {m.problem: m.plans for m in like.measured}
     for measured in written.measured:
@@ -139,7 +141,9 @@ def test_tune_goes_by_another_table(tmp_path: Path) -> None:
     assert {choice.why for choice in listed} == {"as on NVIDIA H200"}
 
 
-FOREIGN = tuned.Timed("hopper_decode_split", Config(1, 16, 48, 4, 2), 1.0)  # a tile of no kernel
+FOREIGN = tuned_tables.Timed(
+    "hopper_decode_split", Config(1, 16, 48, 4, 2), 1.0
+)  # a tile of no kernel
 
 
 @pytest.mark.usefixtures("h200")
@@ -150,7 +154,7 @@ def test_tune_times_schedules_on_mixes(tmp_path: Path) -> None:
     given |= {"table_path": path, "command": "splitkv tune", "json_path": None, "time_limit": None}
     assert table.tune(Draw(2, 0, 1e9, mixes=2), **given, console=out) == 0
     assert "2 problems, 10 mixes of lengths" in screen.getvalue()
-    written = tuned.load(path)
+    written = tuned_tables.load(path)
     assert [x.mix for x in written.mixes] == [*problems.MIXES] * 2
     for measured in written.mixes:
         schedules = {plan.config.schedule for plan in measured.plans}

@@ -18,7 +18,7 @@ from splitkv.lab.harness.floor import Floors
 from splitkv.lab.harness.suites import CASES
 from splitkv.lab.harness.timing import Protocol, measure, nvidia_smi, one_line
 from splitkv.lab.harness.variants import our_variants
-from splitkv.planner.policies import tuned
+from splitkv.planner.policies import tuned_tables
 from splitkv.planner.registry import make_plan
 from splitkv.testing import check
 
@@ -118,7 +118,7 @@ def clocks() -> Iterator[Said]:
 
 def table(device: Device) -> Said:
     """A line about the table that the policy `tuned` goes by here."""
-    found = tuned.table_of(device.name)
+    found = tuned_tables.table_of(device.name)
     if found is None:
         return "tuned", f"no table for {device.name}: `splitkv tune` makes one"
     date = str(found.made.get("date", "no date"))[:10]

@@ -35,7 +35,7 @@ from splitkv.lab.report.markdown import ABSENT, table
 from splitkv.lab.reproduce.model import Rest
 from splitkv.lab.reproduce.results import mean
 from splitkv.lab.reproduce.works import splits_by
-from splitkv.planner.policies import tuned
+from splitkv.planner.policies import tuned_tables
 from splitkv.planner.registry import make_plan
 
 PROPOSERS = ("offline", "openevolve")
@@ -295,12 +295,12 @@ def distil(folder: Path, setup: Setup, time_limit: float | None, console: Consol
         )
         if isinstance(evaluator.kept.timer, Ours) and not setup.simulate:
             made = table_of(folder, source, evaluator)
-            write(folder / "table.json", tuned.dump(made))
+            write(folder / "table.json", tuned_tables.dump(made))
             say(console, f"{folder / 'table.json'}: {len(made.measured)} problems")
     return 0
 
 
-def table_of(folder: Path, source: str, evaluator: Evaluator) -> tuned.Table:
+def table_of(folder: Path, source: str, evaluator: Evaluator) -> tuned_tables.Table:
     """The rule's plans of the problems that count, timed, for the policy `tuned`."""
     options = evaluator.options(source)[0]
     first = len(evaluator.workload.counted)
@@ -309,11 +309,11 @@ def table_of(folder: Path, source: str, evaluator: Evaluator) -> tuned.Table:
         assert option.plan is not None
         us = evaluator.kept.timer.times(case, [option], CONFIRM * evaluator.rounds)[option.label]
         if isinstance(us, float):
-            timed = tuned.Timed(option.plan.kernel, option.plan.config, us)
-            measured.append(tuned.Measured(case.problem, (timed,)))
+            timed = tuned_tables.Timed(option.plan.kernel, option.plan.config, us)
+            measured.append(tuned_tables.Measured(case.problem, (timed,)))
     machine = facts()
     made = {name: machine[name] for name in ("driver", "versions", "commit")}
     made |= {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-    return tuned.Table(
+    return tuned_tables.Table(
         machine["gpu"], {**made, "command": f"splitkv distil {folder}"}, tuple(measured)
     )

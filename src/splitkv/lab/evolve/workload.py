@@ -16,7 +16,7 @@ from splitkv.core.errors import expect, expect_one_of, expect_positive
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.tune.problems import case_of
 from splitkv.lab.tune.sweep import USUAL
-from splitkv.planner.policies.tuned import DIMS, tuned_problem
+from splitkv.planner.policies.tuned_tables import DIMS, tuned_problem
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from splitkv.planner.policies import flash_attention_3, paged_attention_v2, sequ
 from splitkv.planner.policies.flash_attention_2 import fewest_splits_near_best, wave_efficiency
 from splitkv.planner.policies.flash_attention_3 import MAX_SPLITS, saturated
 from splitkv.planner.policies.paged_attention_v2 import PARTITION_SIZE
-from splitkv.planner.policies.tuned import tuned_problem
+from splitkv.planner.policies.tuned_tables import tuned_problem
 
 BLOCK = 128  # keys of a block of FlashAttention-3 on the source's stack
 SWEEP = ("splits", 512, 64)  # figure 3: the step, its keys, the most splits

@@ -15,8 +15,8 @@ from splitkv.core.scales import DEFAULT_PRODUCTS
 from splitkv.lab.harness import mixes
 from splitkv.lab.harness.cases import Case
 from splitkv.lab.harness.suites import SUITES
-from splitkv.planner.policies import tuned
-from splitkv.planner.policies.tuned import EQUAL
+from splitkv.planner.policies import tuned_tables
+from splitkv.planner.policies.tuned_tables import EQUAL
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def _hypercube(count: int, rng: random.Random, max_bytes: float) -> Iterator[Cas
     for i in range(count):
         dims = (kv_heads[i] * ratios[i], kv_heads[i], head_dims[i], tokens[i])
         keys = _between(*KEYS, keys_shares[i], i % 2 == 0)
-        one = tuned.tuned_problem(1, *dims, keys, page_sizes[i])
+        one = tuned_tables.tuned_problem(1, *dims, keys, page_sizes[i])
         q_bytes = one.num_heads * one.seqlen_q * one.head_dim * one.element_bytes
         most = min(BATCH[1], int(max_bytes // (one.kv_bytes + 2 * q_bytes)))
         if most:
@@ -138,7 +138,7 @@ def stored(case: Case, codec: CodecName) -> Case:
 
 
 def mix_of(case: Case) -> str:
-    """The distribution of the lengths of a case of `mixed`, or `tuned.EQUAL`; of others none."""
+    """The distribution of the lengths of a case of `mixed`, or `EQUAL`; of others none."""
     ending = next((name for name in MIXES if case.name.endswith(f"_{name}")), "")
     return ending if case.lengths is not None else ""
 
@@ -146,7 +146,7 @@ def mix_of(case: Case) -> str:
 def matrix() -> list[Case]:
     """The 160 configurations of the source of `policies.sequence_aware`, section 5.3."""
     return [
-        case_of(tuned.tuned_problem(batch, 8 * kv_heads, kv_heads, 128, 1, keys, None))
+        case_of(tuned_tables.tuned_problem(batch, 8 * kv_heads, kv_heads, 128, 1, keys, None))
         for batch, keys, kv_heads in product(*MATRIX)
     ]
 

@@ -42,7 +42,7 @@ from splitkv.lab.report.markdown import number
 from splitkv.lab.report.studies import plan_cells, regret, shape_of
 from splitkv.lab.tune.problems import mix_of
 from splitkv.planner.policies import Policy
-from splitkv.planner.policies.tuned import dims
+from splitkv.planner.policies.tuned_tables import dims
 from splitkv.planner.registry import make_plan
 
 FIRST_ROUNDS, FINALISTS = 3, 3

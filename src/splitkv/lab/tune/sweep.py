@@ -31,7 +31,8 @@ from splitkv.lab.tune.problems import case_of
 from splitkv.lab.tune.studies import OURS, Effort, Library, Rival, label, run_studies, timed
 from splitkv.planner.policies import Policy
 from splitkv.planner.policies.shared import shapes
-from splitkv.planner.policies.tuned import most_splits, tuned_problem
+from splitkv.planner.policies.tuned import most_splits
+from splitkv.planner.policies.tuned_tables import tuned_problem
 
 USUAL = {  # the boundary case of the sequence-aware heuristic
     **{"batch": 1, "num_heads": 8, "num_kv_heads": 1, "head_dim": 128},

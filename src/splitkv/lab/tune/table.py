@@ -26,7 +26,7 @@ from splitkv.lab.harness.terminal import say
 from splitkv.lab.report.studies import regret_table
 from splitkv.lab.tune.problems import Draw, case_of, of_share, tuning
 from splitkv.lab.tune.studies import OURS, Effort, run_studies
-from splitkv.planner.policies import Policy, tuned, waves
+from splitkv.planner.policies import Policy, tuned, tuned_tables, waves
 from splitkv.planner.policies.shared import shapes
 
 PLANS_KEPT = 8  # of each problem, in the table
@@ -44,7 +44,7 @@ def tune(
     json_path: Path | None,
     time_limit: float | None,
     console: Console,
-    like: tuned.Table | None = None,
+    like: tuned_tables.Table | None = None,
 ) -> int:
     """Measure the problems and write the table; what was timed, to go on from, stands beside it or
     in `json_path`. 0, or 1 where nothing could be measured.
@@ -56,7 +56,7 @@ def tune(
         cases = tuning(draw, with_known)
     else:
         cases, library = drawn_from(like, draw), replace(OURS, candidates=plans_of(like))
-    path = table_path or tuned.user_tables() / tuned.file_name(device.name)
+    path = table_path or tuned_tables.user_tables() / tuned_tables.file_name(device.name)
     json_path = json_path or path.with_suffix(".jsonl")
     policies: dict[str, Policy] = {"waves": waves.choose, "tuned": tuned.choose}
     records, lost = run_studies(
@@ -74,16 +74,16 @@ def tune(
         return 1
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")  # so that nobody reads half a table
-    unfinished.write_text(tuned.dump(table))
+    unfinished.write_text(tuned_tables.dump(table))
     unfinished.replace(path)
-    tuned.table_of.cache_clear()
+    tuned_tables.table_of.cache_clear()
     mixed = f", {len(table.mixes)} mixes of lengths" * (len(table.mixes) > 0)
     say(console, f"{path}: {len(table.measured)} problems{mixed}")
     say(console, "\n" + regret_table(records))
     return 1 if lost else 0
 
 
-def drawn_from(table: tuned.Table, draw: Draw) -> list[Case]:
+def drawn_from(table: tuned_tables.Table, draw: Draw) -> list[Case]:
     """So many problems of a table that move at most `draw.max_bytes`, in a drawn order; of them the
     share."""
     cases = [case_of(measured.problem) for measured in table.measured]
@@ -92,38 +92,38 @@ def drawn_from(table: tuned.Table, draw: Draw) -> list[Case]:
     return of_share(fitting[: draw.count], draw.share)
 
 
-def plans_of(table: tuned.Table) -> Callable[[Problem, Device, int], list[Choice]]:
+def plans_of(table: tuned_tables.Table) -> Callable[[Problem, Device, int], list[Choice]]:
     """The candidates of a problem that the table has: its plans that are legal on the device."""
-    known = {tuple(tuned.dims(m.problem).values()): m.plans for m in table.measured}
+    known = {tuple(tuned_tables.dims(m.problem).values()): m.plans for m in table.measured}
 
     def candidates(problem: Problem, device: Device, count: int) -> list[Choice]:
         legal = {k.name: shapes(k, problem, device) for k in space.splitting(problem, device)}
-        plans = known[tuple(tuned.dims(problem).values())]
+        plans = known[tuple(tuned_tables.dims(problem).values())]
         able = [plan for plan in plans if plan.config.shape in legal.get(plan.kernel, ())]
         return [Choice(x.kernel, x.config, f"as on {table.gpu}") for x in able[:count]]
 
     return candidates
 
 
-def table_from(records: Sequence[Record], command: str) -> tuned.Table | None:
+def table_from(records: Sequence[Record], command: str) -> tuned_tables.Table | None:
     """The fastest plans of each study that cut every sequence alike, of mixes of lengths all those
     that the device shares out, too; None where none was timed."""
-    measured: list[tuned.Measured] = []
-    mixes: list[tuned.Measured] = []
+    measured: list[tuned_tables.Measured] = []
+    mixes: list[tuned_tables.Measured] = []
     for r in records:
         plans = [
-            tuned.Timed(t["kernel"], Config(**t["config"]), t["us"])
+            tuned_tables.Timed(t["kernel"], Config(**t["config"]), t["us"])
             for t in sorted(r["tried"], key=lambda t: t["us"])
         ]
         alike = [plan for plan in plans if plan.config.schedule not in SHARED]
         mix = r.get("mix", "")
         kept = [x for x in plans if x not in alike[PLANS_KEPT:]] if mix else alike[:PLANS_KEPT]
         if kept:
-            problem = tuned.tuned_problem(**r["problem"])
-            (mixes if mix else measured).append(tuned.Measured(problem, tuple(kept), mix))
+            problem = tuned_tables.tuned_problem(**r["problem"])
+            (mixes if mix else measured).append(tuned_tables.Measured(problem, tuple(kept), mix))
     if not measured and not mixes:
         return None
     last = records[-1]
     made = {name: last[name] for name in ("driver", "versions", "commit", "date")}
     made["command"] = command
-    return tuned.Table(last["gpu"], made, tuple(measured), mixes=tuple(mixes))
+    return tuned_tables.Table(last["gpu"], made, tuple(measured), mixes=tuple(mixes))

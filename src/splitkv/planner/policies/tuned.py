@@ -1,17 +1,13 @@
 """Decisions from measurements: the cost model of `waves`, corrected by a table of timed plans.
 
-`splitkv tune` makes the table; `tables/README.md` says what is in it. A plan is expected to take
+`splitkv tune` makes the table, see tuned_tables.py. A plan is expected to take
 
     seconds(plan) = model(plan) * exp(weighted mean of log(measured / model))
 
 over the plans of the same kernel and tile shape that were timed for the nearest problems:
 
-    class      pages smaller than a tile, or whole tiles; head_dim rounded up to a power of two; the
-               bytes of an element; and packed rows of a narrow tile, a wide one or more have to be
-               the same
-    distance   in octaves (factors of two), the root of the sum of squares over batch * KV heads,
-               visible keys, packed query rows of a KV head from `NARROW` on, and page size, where a
-               contiguous cache and all larger pages count as pages of `WHOLE_PAGES`
+    distance   in octaves (factors of two), between the places of two problems of a class, for which
+               see tuned_tables.py
     nearest    the first `NEIGHBOURS` within `MAX_OCTAVES`, in the order of the table where equal
     exact      a problem that is in the table, but for a sixteenth of its keys, is given its fastest
                plan
@@ -38,29 +34,21 @@ best at worst and hardly slower than the fastest where lengths are equal.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from operator import mul
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from splitkv.core.device import GPUS, Device
-from splitkv.core.errors import expect
-from splitkv.core.kv import AS_IS, Contiguous, Paged
-from splitkv.core.masks import Mask
+from splitkv.core.device import Device
+from splitkv.core.kv import AS_IS
 from splitkv.core.plan import SCHEDULED, Choice, Config, Kernel
 from splitkv.core.problem import Problem
-from splitkv.core.tiles import WIDE, ceil_div
+from splitkv.core.tiles import ceil_div
 from splitkv.planner.policies import decode_cost, persistent, waves
 from splitkv.planner.policies.shared import (
     MAX_SPLITS,
     ROUNDED,
-    WHOLE_SEQUENCES,
     Policy,
     count,
     even_splits,
@@ -68,22 +56,24 @@ from splitkv.planner.policies.shared import (
     shapes,
     splits_keys,
 )
+from splitkv.planner.policies.tuned_tables import (
+    EQUAL,
+    Likeness,
+    Near,
+    Table,
+    Timed,
+    class_of,
+    dims,
+    likeness_of,
+    place_of,
+    sizes_of,
+    table_of,
+    tuned_problem,
+)
 
-TABLES = Path(__file__).parent / "tables"
-SCHEMA = 1
-EQUAL = "equal"  # the mix whose sequences are all as long as may be
-CAUSAL, CONTIGUOUS = Mask(causal=True), Contiguous()
-TUNED_BYTES = 2  # of an element of the problems that tables are made of
-# Between the rows of a file, which are its last value; before and behind them.
-NEXT_LINE, ROWS, ROWS_END = ",\n  ", '"rows": [\n  ', "\n ]\n}\n"
-DIMS = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k", "page_size")
 # Problems that count as near, octaves, and weights, by leaving timed problems out of the table in
 # turn: measurements/thresholds.md#tuned, as what follows.
 NEIGHBOURS, MAX_OCTAVES, PRIOR, SPLITS_WEIGHT = 12, 4.0, 2.0, 4.0
-# Keys of a tile that lies in one page are read as those of a contiguous cache, which counts as
-# pages of so many keys.
-WHOLE_TILES, WHOLE_PAGES = 64, 128
-NARROW = 16  # packed rows of the least tile: fewer take as long
 # Octaves of keys between problems that count as one: calls are planned for their keys rounded up by
 # up to a sixteenth.
 SAME = math.log2(17 / 16)
@@ -96,302 +86,6 @@ GOOD = 1.02  # times the fastest of a near problem, for a shape to be weighed
 FEW_SPLITS = (*range(1, 9), *(round(1.25**i) for i in range(10, 32)))
 # times the model's best splits
 AROUND = (1.0, 1.12, 0.89, 1.25, 0.8, 1.5, 0.67, 2.0, 0.5, 3.0, 0.33)
-
-
-_Likeness = tuple[tuple[int, ...], tuple[str, int, int], bool]
-
-
-@dataclass(frozen=True)
-class Timed:
-    """A plan and the microseconds that it took; its number of splits is part of the config."""
-
-    kernel: str
-    config: Config
-    us: float
-
-    @cached_property
-    def likeness(self) -> _Likeness:
-        """Equal for shapes of the kernel that are alike: see `_likeness`."""
-        return _likeness(self.kernel, self.config)
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A problem of the table and the plans timed for it, the fastest first.
-
-    mix   of which lengths: `EQUAL`, or a name of lengths that differ; "": all as long, and plans
-          that cut every sequence alike
-    """
-
-    problem: Problem
-    plans: tuple[Timed, ...]
-    mix: str = ""
-
-
-class Near(NamedTuple):
-    """A problem of a table, so many octaves away. logs: of measured over model, by number of the
-    plan, as far as they were asked for."""
-
-    octaves: float
-    measured: Measured
-    logs: dict[int, float]
-
-
-class Rows(Sequence[Measured]):
-    """The rows of a file as Measured, each read when it is first looked at: a plan asks for few,
-    and a file has thousands of timed plans.
-
-    shapes   a kernel and the fields of a tile shape, by number
-    lines    JSON of the values of `DIMS`, and of plans as [number of the shape, splits, us]
-    alike    the numbers of the rows of each class, or none: they are to be found
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[tuple[str, Mapping[str, Any]]],
-        lines: Sequence[str],
-        alike: Sequence[list[int]] = (),
-    ) -> None:
-        self._shapes, self._lines, self._alike = shapes, lines, alike
-        self._made: dict[int, Measured] = {}
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return [self[n] for n in range(*number.indices(len(self)))]
-        if number not in self._made:
-            *sizes, plans = json.loads(self._lines[number])
-            self._made[number] = Measured(tuned_problem(*sizes), _timed_of(self._shapes, plans))
-        return self._made[number]
-
-    def __iter__(self) -> Iterator[Measured]:  # a row that names no shape is not the end
-        return (self[number] for number in range(len(self)))
-
-    def sizes(self, numbers: Iterable[int]) -> Iterator[Sizes]:
-        """The Sizes of the problems of rows, without making any or reading its plans."""
-        dims = [self._lines[number].partition(",[")[0] for number in numbers]
-        for of_row in json.loads(f"[{'],'.join(dims)}]]" if dims else "[]"):
-            batch, heads, kv_heads = of_row[:3]  # the order of `DIMS`
-            head_dim, seqlen_q, seqlen_k = of_row[3:6]
-            rows = seqlen_q * heads // kv_heads
-            yield Sizes(batch * kv_heads, seqlen_k, rows, of_row[6], head_dim, TUNED_BYTES)
-
-    def classes(self) -> dict[_Class, list[int]]:
-        """The numbers of the rows of each class."""
-        if not self._alike:
-            return _numbers_by_class(self.sizes(range(len(self))))
-        firsts = self.sizes([numbers[0] for numbers in self._alike])
-        return dict(zip(map(_class, firsts), self._alike, strict=True))
-
-
-@dataclass(frozen=True)
-class Table:
-    """The problems measured on one GPU; `made`: driver, versions, commit, date, command; `note`:
-    what `why` says of it besides the GPU; `mixes`: problems once more for each of several mixes of
-    lengths."""
-
-    gpu: str
-    made: Mapping[str, Any]
-    measured: Sequence[Measured]
-    note: str = ""
-    mixes: tuple[Measured, ...] = ()
-
-    @cached_property
-    def classes(self) -> dict[_Class, list[int]]:
-        """The numbers of the problems of each class."""
-        if isinstance(self.measured, Rows):
-            return self.measured.classes()
-        return _numbers_by_class(map(_sizes_of, self.measured))
-
-    @cached_property
-    def _places(self) -> dict[_Class, list[tuple[tuple[float, ...], int]]]:
-        return {}
-
-    @cached_property
-    def _logs(self) -> dict[tuple[int, Device], dict[int, float]]:
-        return {}
-
-    def places(self, of: _Class) -> list[tuple[tuple[float, ...], int]]:
-        """(where it stands, its number) of every problem of a class."""
-        found = self._places.get(of)
-        if found is None:
-            numbers, measured = self.classes.get(of, []), self.measured
-            if isinstance(measured, Rows):
-                sizes = measured.sizes(numbers)
-            else:
-                sizes = (_sizes_of(measured[number]) for number in numbers)
-            found = [(_place(x), number) for x, number in zip(sizes, numbers, strict=True)]
-            self._places[of] = found
-        return found
-
-    def near(self, octaves: float, number: int, device: Device) -> Near:
-        """A problem so many octaves away, and what is known of its plans on a device."""
-        logs = self._logs.setdefault((number, device), {})
-        return Near(octaves, self.measured[number], logs)
-
-
-def _numbers_by_class(sizes: Iterable[Sizes]) -> dict[_Class, list[int]]:
-    found: dict[_Class, list[int]] = {}
-    for number, of in enumerate(sizes):
-        found.setdefault(_class(of), []).append(number)
-    return found
-
-
-def file_name(gpu: str) -> str:
-    """`h200.json` for a GPU of the table of devices, else from the name that CUDA reports."""
-    known = next((key for key, device in GPUS.items() if device.name == gpu), None)
-    words = "".join(c if c.isalnum() or c == "_" else " " for c in gpu.lower()).split()
-    return (known or "_".join(words).strip("_")) + ".json"
-
-
-def dump(table: Table) -> str:
-    """A table as JSON, one problem a line."""
-    known: dict[str, int] = {}
-
-    def row(measured: Measured) -> str:
-        plans = []
-        for timed in measured.plans:
-            shape = json.dumps([timed.kernel, _shape(timed.config)])
-            shape_id = known.setdefault(shape, len(known))
-            plans.append([shape_id, timed.config.num_splits, round(timed.us, 2)])
-        mix = [measured.mix] if measured.mix else []
-        cells = [*dims(measured.problem).values(), *mix, plans]
-        return json.dumps(cells, separators=(",", ":"))
-
-    rows, mixes = [row(measured) for measured in table.measured], [row(x) for x in table.mixes]
-    head = {"schema": SCHEMA, "gpu": table.gpu, **table.made, "columns": [*DIMS, "plans"]}
-    alike = _numbers_by_class(map(_sizes_of, table.measured))
-    head["classes"] = [*alike.values()]
-    parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    before = [("mixes", mixes)] if mixes else []
-    for name, lines in (("shapes", known), *before, ("rows", rows)):
-        parts.append(f'"{name}": [\n  ' + NEXT_LINE.join(lines) + "\n ]")
-    return "{\n " + ",\n ".join(parts) + "\n}\n"
-
-
-def load(path: Path) -> Table:
-    """A table that `dump` wrote, all of it. Raises ValueError where it is none."""
-    table = opened(path)
-    try:
-        return replace(table, measured=(*table.measured,))
-    except (IndexError, KeyError, TypeError, ValueError) as error:  # as of another version
-        expect(False, "table", "what this version's `splitkv tune` writes", f"{path}: {error}")
-        raise
-
-
-def opened(path: Path) -> Table:
-    """A table whose problems are made when they are looked at. Raises ValueError for a file that is
-    none."""
-    expect(path.is_file(), "table", "a file that `splitkv tune` wrote", str(path))
-    try:
-        data = _values(path.read_text())
-    except ValueError:
-        data = None
-    schema = data.get("schema") if isinstance(data, dict) else None
-    expect(schema == SCHEMA, "table", f"JSON with schema {SCHEMA}", f"{path}: schema {schema}")
-    try:
-        return _parsed(data)
-    except (IndexError, KeyError, TypeError, ValueError) as error:  # as of another version
-        expect(False, "table", "what this version's `splitkv tune` writes", f"{path}: {error}")
-        raise
-
-
-def _values(text: str) -> Any:
-    """The values of a file, the rows that `dump` wrote left as the lines that they are: a hundred
-    thousand characters of JSON take longer than a plan."""
-    head, begun, rest = text.partition(ROWS)
-    if begun and rest.endswith(ROWS_END):
-        lines = rest.removesuffix(ROWS_END).split(NEXT_LINE)
-        return json.loads(f'{head}"rows": []}}') | {"rows": lines}
-    data = json.loads(text)  # no table, or one that another program has laid out
-    if isinstance(data, dict) and isinstance(data.get("rows"), list):
-        data["rows"] = [json.dumps(row) for row in data["rows"]]
-    return data
-
-
-def _parsed(data: Any) -> Table:
-    own = "schema", "gpu", "columns", "classes", "shapes", "mixes", "rows"
-    made = {name: value for name, value in data.items() if name not in own}
-    rows = Rows(data["shapes"], data["rows"], data.get("classes", ()))
-    mixes = []
-    for *sizes, mix, plans in data.get("mixes", ()):
-        mixes.append(Measured(tuned_problem(*sizes), _timed_of(data["shapes"], plans), mix))
-    return Table(data["gpu"], made, rows, mixes=tuple(mixes))
-
-
-def _timed_of(
-    shapes: Sequence[tuple[str, Mapping[str, Any]]], plans: Sequence[tuple[int, int, float]]
-) -> tuple[Timed, ...]:
-    """The plans of a row, by numbers of shapes."""
-    found = []
-    for number, splits, us in plans:
-        kernel, shape = shapes[number]
-        found.append(Timed(kernel, Config(splits, **shape), us))
-    return tuple(found)
-
-
-def tuned_problem(
-    batch: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    page_size: int | None,
-) -> Problem:
-    """A problem of the kind that tables are made of: bf16, causal, lengths on the device."""
-    return Problem(
-        *("decode", batch, num_heads, num_kv_heads, head_dim, head_dim, seqlen_q, seqlen_k),
-        mask=CAUSAL,
-        place=CONTIGUOUS if page_size is None else Paged(page_size),
-        lengths="device",
-    )
-
-
-def dims(problem: Problem) -> dict[str, int | None]:
-    """The arguments of `tuned_problem` that give this problem."""
-    page_size = problem.place.page_size if isinstance(problem.place, Paged) else None
-    return {**{name: getattr(problem, name) for name in DIMS[:-1]}, "page_size": page_size}
-
-
-def user_tables() -> Path:
-    """Where `splitkv tune` writes: $SPLITKV_CACHE, else `splitkv` in the user's cache."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("SPLITKV_CACHE") or Path(caches) / "splitkv")
-
-
-@cache
-def table_of(gpu: str) -> Table | None:
-    """The package's table of this GPU joined to the user's, None where there is neither.
-
-    One of the user's that cannot be read is left out, with a warning.
-    """
-    ours, theirs = (folder / file_name(gpu) for folder in (TABLES, user_tables()))
-    shipped = opened(ours) if ours.is_file() else None
-    if not theirs.is_file():
-        return shipped
-    try:
-        own = load(theirs)
-    except (OSError, ValueError) as error:
-        warnings.warn(f"the policy tuned goes without your table: {error}", stacklevel=2)
-        return shipped
-    note = f", your table of {str(own.made.get('date', 'no date'))[:10]}"
-    both = joined(own, *((shipped.measured, shipped.mixes) if shipped else ((),)))
-    return replace(both, note=note)
-
-
-def joined(table: Table, others: Sequence[Measured], mixes: Sequence[Measured] = ()) -> Table:
-    """The table and what others have measured besides: of a problem in both its own times count, of
-    all its mixes."""
-
-    def added(own: Sequence[Measured], others: Sequence[Measured]) -> tuple[Measured, ...]:
-        told = {tuple(dims(m.problem).values()) for m in own}
-        return *own, *(m for m in others if tuple(dims(m.problem).values()) not in told)
-
-    measured, mixed = added(table.measured, others), added(table.mixes, mixes)
-    return replace(table, measured=measured, mixes=mixed)
 
 
 def cheapest_splits(problem: Problem, device: Device, shape: Config, kernel: Kernel) -> int:
@@ -621,7 +315,7 @@ class _Local:
     ) -> None:
         self.problem, self.device = problem, device
         self.kernels = {kernel.name: kernel for kernel in candidates}
-        self.known: dict[str, dict[_Likeness, _Known]] = {}
+        self.known: dict[str, dict[Likeness, _Known]] = {}
         kernels = {timed.kernel for of in near for timed in of.measured.plans}
         legal = {name: self._legal_shapes(name) for name in kernels}
         for octaves, measured, logs in near:
@@ -644,14 +338,14 @@ class _Local:
             name: decode_cost.models(problem, device, self.kernels[name]) for name in self.known
         }
 
-    def _legal_shapes(self, name: str) -> dict[_Likeness, Config]:
+    def _legal_shapes(self, name: str) -> dict[Likeness, Config]:
         kernel = self.kernels.get(name)
         if kernel is None:
             return {}
         found = waves.of_rows(self.problem, kernel, shapes(kernel, self.problem, self.device))
         if not splits_keys(self.problem, found):
             return {}
-        return {_likeness(name, shape): shape for shape in reversed(found)}
+        return {likeness_of(name, shape): shape for shape in reversed(found)}
 
     def _log(self, problem: Problem, timed: Timed) -> float:
         """The log of measured over model, of a plan for another problem."""
@@ -677,7 +371,7 @@ class _Local:
     def seconds_of(self, choice: Choice) -> float | None:
         """The time that a plan is expected to take, or None: none of its shape was timed."""
         config = choice.config
-        known = self.known.get(choice.kernel, {}).get(_likeness(choice.kernel, config))
+        known = self.known.get(choice.kernel, {}).get(likeness_of(choice.kernel, config))
         if known is None or known.shape.tile_m != config.tile_m:
             return None
         seconds = self.models[choice.kernel](config).seconds(config.num_splits, config.merge)
@@ -717,7 +411,7 @@ class _Local:
             batch = decode_cost.batch_of(self.problem, self.device, constants)
             timed = [known.shape for known in of.values()]
             for config, _ in waves.modelled_clusters(kernel, batch, timed):
-                yield of[_likeness(name, config)], config, model_of(config)
+                yield of[likeness_of(name, config)], config, model_of(config)
 
     def _splits(self, shape: Config, model: decode_cost.Model) -> list[int]:
         """Numbers of splits around the model's best."""
@@ -732,63 +426,9 @@ def _nearest(problem: Problem, table: Table) -> list[tuple[float, int]]:
     if problem.codec != AS_IS or problem.kind != "decode":
         return []
     sizes = sizes_of(problem)
-    here, alike = _place(sizes), table.places(_class(sizes))
+    here, alike = place_of(sizes), table.places(class_of(sizes))
     away = [(math.dist(here, place), number) for place, number in alike]
     return sorted([pair for pair in away if pair[0] <= MAX_OCTAVES])[:NEIGHBOURS]
-
-
-class Sizes(NamedTuple):
-    """Sizes by which problems of decode are near each other: sequences times KV heads, visible
-    keys, packed rows, keys of a page, None where contiguous, the wider head dimension, bytes of an
-    element."""
-
-    heads: int
-    keys: int
-    rows: int
-    page_size: int | None
-    head_dim: int
-    element_bytes: int
-
-
-def sizes_of(problem: Problem) -> Sizes:
-    """The Sizes of a problem."""
-    place, wider = problem.place, max(problem.head_dim, problem.head_dim_v)
-    page_size = place.page_size if isinstance(place, Paged) else None
-    heads = problem.batch * problem.num_kv_heads
-    where = heads, problem.visible_keys, problem.rows, page_size
-    return Sizes(*where, wider, problem.kv_element_bytes)
-
-
-def _sizes_of(measured: Measured) -> Sizes:
-    return sizes_of(measured.problem)
-
-
-class _Class(NamedTuple):
-    """The class of problems whose plans may be taken for each other's: tiles in one piece,
-    bits of the wider head dimension, bytes of an element, row tiles' kind."""
-
-    whole: bool
-    dim_bits: int
-    element_bytes: int
-    tiles: int
-
-
-def _class(sizes: Sizes) -> _Class:
-    return _class_of(*sizes[2:])
-
-
-@cache
-def _class_of(rows: int, page_size: int | None, head_dim: int, element_bytes: int) -> _Class:
-    whole = page_size is None or page_size % WHOLE_TILES == 0
-    tiles = (rows > NARROW) + (rows > WIDE)
-    return _Class(whole, (head_dim - 1).bit_length(), element_bytes, tiles)
-
-
-def _place(sizes: Sizes) -> tuple[float, ...]:
-    """Where a problem stands, in octaves."""
-    page_size = WHOLE_PAGES if sizes.page_size is None else min(sizes.page_size, WHOLE_PAGES)
-    rows = max(sizes.rows, NARROW)
-    return tuple([math.log2(max(1, x)) for x in (sizes.heads, sizes.keys, rows, page_size)])
 
 
 def _least_splits(problem: Problem, shape: Config) -> int:
@@ -798,26 +438,6 @@ def _least_splits(problem: Problem, shape: Config) -> int:
     a_tile = shape.tile_n * (problem.head_dim + problem.head_dim_v) * problem.kv_element_bytes
     longest = int(decode_cost.H200.longest_part // a_tile) or 1
     return ceil_div(num_tiles(problem, shape.tile_n), longest)
-
-
-def _shape(config: Config) -> dict[str, Any]:
-    """A config without its number of splits, as far as it is not the default; its variant is made
-    anew for the problem of each plan."""
-    default = Config(num_splits=config.num_splits)
-    names = (field.name for field in fields(config) if field.name != "variant")
-    named = {name: getattr(config, name) for name in names}
-    return {name: value for name, value in named.items() if value != getattr(default, name)}
-
-
-def _likeness(kernel: str, config: Config) -> _Likeness:
-    """Equal for a shape of one kernel on problems of other numbers of rows: for decode, but for
-    wide tiles; for whole sequences with as many rows a tile."""
-    tile_m = config.tile_m if kernel in WHOLE_SEQUENCES else config.tile_m // WIDE
-    tile = tile_m, config.tile_n, config.num_warps, config.num_stages
-    rule, split_size = config.schedule, config.split_size
-    if rule == "items":
-        rule, split_size = "even", 0
-    return tile, (rule, split_size, config.programs), config.pack_gqa
 
 
 def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
