@@ -42,7 +42,6 @@ from splitkv.kernels.hopper.primitives.named_barriers import ALL_CLEARED
 from splitkv.kernels.host import sequences, workspace
 from splitkv.kernels.limits import hopper_prefill as limits
 from splitkv.planner.legality import expect_config
-from splitkv.planner.policies import mixed_steps
 from splitkv.planner.registry import completed
 
 H200 = GPUS["h200"]
@@ -225,6 +224,30 @@ def test_loops_are_as_meant(values: cases.Values) -> None:
             assert under_product >= prefill.ROWS.value * config.tile_n // 128  # a thread's weights
 
 
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "shape"),
+    [
+        *((128, (8, 2), (192, 64)), (128, (8, 2), (128, 128)), (128, (8, 8), (128, 128))),
+        *((64, (8, 2), (192, 128)), (64, (8, 8), (128, 128)), (256, (8, 2), (128, 64))),
+    ],
+)
+def test_a_soft_cap_takes_no_step_its_registers(
+    kind: str, head_dim: int, heads: tuple[int, int], shape: tuple[int, int]
+) -> None:
+    values = {"kind": kind, "head_dims": (head_dim, head_dim), "heads": heads, "softcap": True}
+    problem = problem_of(values)
+    found = limits.configs(problem, H200)
+    config = next(c for c in found if (c.tile_m, c.tile_n) == shape)
+    made = compiled(problem, config)
+    as_meant(problem, config, made)
+    warpgroups = shape[0] // prefill.ROWS.value
+    loops = key_loops(made.asm["cubin"], (head_dim + shape[1]) // 16, warpgroups)
+    assert len(loops) == warpgroups
+    for body in loops:
+        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in body)
+
+
 @pytest.mark.parametrize(
     ("shape", "page_size", "parts"),
     [
@@ -340,6 +363,7 @@ PAGES_OF_STEPS = tuple(
     {"kind": "varlen", "head_dims": (128, 128), "heads": (8, 2), "place": Paged(size), **PLAIN_STEP}
     for size in (16, 64)
 )
+CAPPED_STEP = PAGES_OF_STEPS[0] | {"head_dims": (64, 64), "softcap": True}
 
 
 def scheduled(problem: Problem, shape: tuple[int, int] | None = None) -> Config:
@@ -390,11 +414,10 @@ def describe_step(values: cases.Values) -> str:
     return "-".join(str(value).replace(" ", "_") for value in values.values())
 
 
-@variants(STEPS, most=3, besides=PAGES_OF_STEPS, newest=0, ids=describe_step)
+@variants(STEPS, most=3, besides=(*PAGES_OF_STEPS, CAPPED_STEP), newest=0, ids=describe_step)
 def test_steps_of_an_engine(values: cases.Values) -> None:
     problem = problem_of(values)
-    spills = problem.score.softcap and problem.head_dim_v == mixed_steps.SPILLS_DIM
-    hold_items(problem, scheduled(problem, (128, 64) if spills else None))
+    hold_items(problem, scheduled(problem))
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

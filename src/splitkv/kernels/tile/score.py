@@ -8,14 +8,18 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent to fp32 rounding: a series near zero, where 1 - 2/(1+e^2x) cancels."""
+    """Hyperbolic tangent to fp32 rounding: a series near zero, where 1 - 2/(1+e^2x) cancels.
+
+    Which of both is told by x**2, that the series has: with |x| ptxas orders the numbers of a tile
+    so that registers are spilled in the steps of packed sequences on sm_90.
+    """
     x2 = x * x
     series = x * (
         1.0 + x2 * (-0.33333334 + x2 * (0.13333334 + x2 * (-0.05396825 + x2 * 0.02186949)))
     )
     # e^2x overflows to inf above 44: 2 / inf = 0 and the result is exactly 1
     far = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
-    return tl.where(tl.abs(x) < 0.25, series, far)
+    return tl.where(x2 < 0.0625, series, far)
 
 
 @triton.jit

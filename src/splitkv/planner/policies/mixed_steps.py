@@ -21,7 +21,6 @@ from splitkv.planner.policies.shared import MAX_SPLITS, MAX_TILES, num_tiles, sh
 # the time of equal prompts that has to be: measurements/prefill.md#steps-of-an-engine.
 SCHEDULE_SECONDS = 14e-6
 MOST_LONGER = 0.02
-SPILLS_DIM = 64  # at which three warpgroups have no registers for a soft cap and partials
 LEAST_TILE = 64  # keys, of the kernels that have schedules
 LEAST_KEYS = 2048  # of a piece: a program's start and end cost little beside what it reads
 
@@ -36,10 +35,6 @@ def why_not(problem: Problem, kernel: Kernel, seconds: float) -> list[str]:
     reasons = []
     if problem.kind != "varlen" or not isinstance(problem.place, Paged):
         reasons.append(f"keys {problem.place}: expected pages of packed sequences")
-    if problem.score.softcap and problem.head_dim_v == SPILLS_DIM:
-        reasons.append(
-            f"soft cap at head_dim {SPILLS_DIM}: expected none, as registers would spill"
-        )
     if problem.batch < 2:
         reasons.append("one sequence: expected several")
     tiles = problem.batch * num_tiles(problem, LEAST_TILE)
