@@ -14,6 +14,7 @@ import triton.language as tl
 
 from splitkv.core.masks import Mask
 from splitkv.kernels.tile.band import Bounds, all_visible, visited_tiles
+from splitkv.kernels.tile.codec import e4m3
 from splitkv.kernels.tile.product import add_product_compensated, empty_sum
 from splitkv.kernels.tile.score import tanh
 from splitkv.kernels.tile.share import Share, batch_share
@@ -122,6 +123,22 @@ def test_tanh_is_exact_to_rounding() -> None:
     apply_tanh[(1,)](out, x, x.numel())
     exact = torch.tanh(x.double())
     assert ((out.double() - exact).abs() / exact.abs()).max() < 8 * torch.finfo(x.dtype).eps
+
+
+@triton.jit
+def apply_e4m3(out_ptr, bits_ptr):
+    offs = tl.arange(0, 256)
+    tl.store(out_ptr + offs, e4m3(tl.load(bits_ptr + offs)))
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_every_pattern_of_e4m3() -> None:
+    bits, out = torch.arange(256, dtype=torch.uint8), torch.empty(256, dtype=torch.float16)
+    apply_e4m3[(1,)](out, bits)
+    exact = bits.view(torch.float8_e4m3fn).half()
+    number = ~exact.isnan()
+    assert number.sum() == 254 and out[~number].isnan().all()
+    assert torch.equal(out[number].view(torch.int16), exact[number].view(torch.int16))
 
 
 @triton.jit

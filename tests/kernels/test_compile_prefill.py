@@ -454,6 +454,17 @@ def test_quantised_keys(values: cases.Values) -> None:
         assert units(kernel.asm["ptx"]) == wanted[chosen_units]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("gpu", ["a100", "a10"])
+def test_e4m3_where_no_instruction_converts_it(gpu: str, dtype: str) -> None:
+    """No step spills registers."""
+    values = {"kind": "varlen", "dtype": dtype, "place": Paged(16)}
+    problem = quantised(values | {"codec": Codec("fp8", "tensor"), "products": "half"})
+    config = chosen(limits.configs(problem, GPUS[gpu]), 0)
+    kernel = forward(problem, GPUS[gpu], 0, config)["prefill"]
+    assert measure(kernel).stack_bytes <= 16  # scalars, read once a row tile
+
+
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("gpu", ["a100", "a10", "l4", "h200", "b200", "rtx5090"])
 def test_units(gpu: str, name: Any) -> None:
