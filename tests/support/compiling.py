@@ -497,11 +497,15 @@ def meetings(cubin: bytes, number: int) -> list[bool]:
     return [at in listed for at, line in instructions(cubin) if wait.search(line)]
 
 
-def key_loops(cubin: bytes, products: int, warpgroups: int) -> list[list[str]]:
-    """The loops over keys, one a warpgroup: of those with so many products, the shortest."""
+def loops(cubin: bytes) -> list[list[str]]:
+    """The instructions of every loop, those of loops inside it among them."""
     lines = instructions(cubin)
     jumps = [(at, re.search(r"BRA\S* .*?0x([0-9a-f]+)", line)) for at, line in lines]
-    loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
-    bodies = [[line for at, line in lines if first <= at <= last] for first, last in loops]
-    found = [body for body in bodies if sum("GMMA" in line for line in body) == products]
+    spans = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
+    return [[line for at, line in lines if first <= at <= last] for first, last in spans]
+
+
+def key_loops(cubin: bytes, products: int, warpgroups: int) -> list[list[str]]:
+    """The loops over keys, one a warpgroup: of those with so many products, the shortest."""
+    found = [body for body in loops(cubin) if sum("GMMA" in line for line in body) == products]
     return sorted(found, key=len)[:warpgroups]
