@@ -16,7 +16,16 @@ import cases
 import pytest
 import torch
 import triton
-from compiling import AnyGPU, Layout, Recorder, instructions, measure, ptxas_said, variants
+from compiling import (
+    AnyGPU,
+    Layout,
+    Recorder,
+    instructions,
+    measure,
+    ptxas_said,
+    spilled,
+    variants,
+)
 from triton.runtime.driver import driver
 
 from splitkv.core.device import GPUS
@@ -200,8 +209,7 @@ def products_overlap(kernel: Any) -> None:
     loops = loops_with_products(kernel.asm["cubin"])
     assert len(loops) == 2, "expected a loop of each consumer"
     for body in loops:
-        spilled = [line for line in body if re.search(r"\b(LDL|STL)\b", line)]
-        assert len(spilled) <= SPILLS, spilled
+        assert len(spilled(body)) <= SPILLS, spilled(body)
 
 
 def test_everyday_models() -> None:

@@ -26,6 +26,7 @@ from compiling import (
     meetings,
     overwritten_barriers,
     ptxas_said,
+    spilled,
     variants,
 )
 from triton.runtime.driver import driver
@@ -166,6 +167,15 @@ def as_meant(problem: Problem, config: Config, made: Any) -> None:
     assert "serialized" not in ptxas_said(made)
 
 
+def steps_of(problem: Problem, config: Config, made: Any) -> list[list[str]]:
+    """The instructions of a step, of each warpgroup."""
+    warpgroups = config.tile_m // prefill.ROWS.value
+    products = (problem.head_dim + config.tile_n) // 16
+    found = key_loops(made.asm["cubin"], products, warpgroups)
+    assert len(found) == warpgroups
+    return found
+
+
 def describe(values: cases.Values) -> str:
     dims = "x".join(map(str, values["head_dims"]))
     heads = "x".join(map(str, values["heads"]))
@@ -196,11 +206,8 @@ def test_caches(values: cases.Values) -> None:
     config = replace(chosen(problem, values["shape"]), num_splits=parts, merge=merge)
     made = compiled(problem, config)
     as_meant(problem, config, made)
-    products = (problem.head_dim + config.tile_n) // 16
-    loops = key_loops(made.asm["cubin"], products, config.tile_m // prefill.ROWS.value)
-    assert loops
-    for body in loops:
-        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in body)
+    for body in steps_of(problem, config, made):
+        assert not spilled(body)
 
 
 @pytest.mark.parametrize("values", [*EVERYDAY, WITH_SINK], ids=describe)
@@ -210,11 +217,8 @@ def test_loops_are_as_meant(values: cases.Values) -> None:
     made = compiled(problem, config, values["row_gap"])
     as_meant(problem, config, made)
     assert measure(made).stack_bytes == 0
-    warpgroups = config.tile_m // prefill.ROWS.value
-    loops = key_loops(made.asm["cubin"], (problem.head_dim + config.tile_n) // 16, warpgroups)
-    assert len(loops) == warpgroups
     lazy = variant_of(problem, config).maxima == "lazy"
-    for body in loops:
+    for body in steps_of(problem, config, made):
         assert not any(re.search(r"\b(LDL|STL|PRMT)\b", line) for line in body)
         # a wait for q . k, and one for p . v of steps that look for maxima and of those that do not
         waits = [n for n, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
@@ -241,11 +245,8 @@ def test_a_soft_cap_takes_no_step_its_registers(
     config = next(c for c in found if (c.tile_m, c.tile_n) == shape)
     made = compiled(problem, config)
     as_meant(problem, config, made)
-    warpgroups = shape[0] // prefill.ROWS.value
-    loops = key_loops(made.asm["cubin"], (head_dim + shape[1]) // 16, warpgroups)
-    assert len(loops) == warpgroups
-    for body in loops:
-        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in body)
+    for body in steps_of(problem, config, made):
+        assert not spilled(body)
 
 
 @pytest.mark.parametrize(
@@ -273,11 +274,8 @@ def test_pages_and_parts_take_no_step_its_registers(
     assert overwritten_barriers(made.asm["ptx"]) == []
     met = meetings(made.asm["cubin"], ALL_CLEARED.value)
     assert met and all(met)
-    warpgroups, products = shape[0] // prefill.ROWS.value, (problem.head_dim + shape[1]) // 16
-    loops = key_loops(made.asm["cubin"], products, warpgroups)
-    assert len(loops) == warpgroups
-    for body in loops:
-        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in body)
+    for body in steps_of(problem, config, made):
+        assert not spilled(body)
         assert sum("WARPGROUP.DEPBAR" in line for line in body) == 3
 
 
@@ -402,12 +400,8 @@ def hold_items(problem: Problem, config: Config) -> None:
     assert overwritten_barriers(attention.asm["ptx"]) == []
     met = meetings(attention.asm["cubin"], ALL_CLEARED.value)
     assert met and all(met)
-    warpgroups = config.tile_m // prefill.ROWS.value
-    products = (problem.head_dim + config.tile_n) // 16
-    loops = key_loops(attention.asm["cubin"], products, warpgroups)
-    assert len(loops) == warpgroups
-    for body in loops:
-        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in body)
+    for body in steps_of(problem, config, attention):
+        assert not spilled(body)
 
 
 def describe_step(values: cases.Values) -> str:

@@ -26,6 +26,7 @@ from compiling import (
     layouts_in_8_bits,
     measure,
     ptxas_said,
+    spilled,
     variants,
 )
 from triton.runtime.driver import driver
@@ -245,7 +246,7 @@ def maxima_are_exceptions(problem: Problem, config: Config, made: Any) -> None:
         else:
             usual = body[: votes[0]] + body[votes[-1] :]
             assert not any("SHFL" in line for line in usual)
-        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in usual)
+        assert not spilled(usual)
         worked_out = body[waits[0] : votes[0]] if of_v == 2 else usual
         weights = sum("MUFU.EX2" in line for line in worked_out)
         assert weights >= ROWS.value * config.tile_n // 128  # of a thread

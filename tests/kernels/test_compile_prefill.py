@@ -19,7 +19,7 @@ import cases
 import pytest
 import torch
 import triton
-from compiling import AnyGPU, Launched, Layout, Recorder, instructions, loops, measure, variants
+from compiling import AnyGPU, Launched, Layout, Recorder, loops, measure, spilled, variants
 from triton.runtime.driver import driver
 
 from splitkv.core.device import GPUS, Device
@@ -336,13 +336,7 @@ def test_pages_and_parts_on_other_architectures(values: cases.Values) -> None:
 
 def local_accesses(cubin: bytes) -> list[int]:
     """Loads from and stores to local memory in each loop, innermost or not."""
-    lines = instructions(cubin)
-    jumps = [(at, re.search(r"BRA\S* .*?0x([0-9a-f]+)", line)) for at, line in lines]
-    loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
-    return [
-        sum(first <= at <= last and bool(re.search(r"\b(LDL|STL)\b", line)) for at, line in lines)
-        for first, last in loops
-    ]
+    return [len(spilled(body)) for body in loops(cubin)]
 
 
 @pytest.mark.parametrize("values", EVERYDAY, ids=describe)
@@ -351,10 +345,10 @@ def test_loops_do_not_spill(values: cases.Values) -> None:
     for name, kernels in compiled_for_sm_90(values).items():
         for kernel in kernels:
             assert measure(kernel).stack_bytes <= 40, name
-            spilled = local_accesses(kernel.asm["cubin"])
+            accesses = local_accesses(kernel.asm["cubin"])
             if name in ("prefill", "backward_keys", "backward_queries"):
-                assert len(spilled) == 2, f"{name}: expected two loops, got {len(spilled)}"
-                assert spilled[0] <= 2 and spilled[1] == 0, f"{name} spills: {spilled}"
+                assert len(accesses) == 2, f"{name}: expected two loops, got {len(accesses)}"
+                assert accesses[0] <= 2 and accesses[1] == 0, f"{name} spills: {accesses}"
 
 
 @pytest.mark.parametrize("seqlen_q, page_size", [(4096, 1), (4096, 128), (16, 1), (4, 128)])
@@ -465,7 +459,7 @@ def test_e4m3_where_no_instruction_converts_it(gpu: str, dtype: str) -> None:
     steps = [body for body in loops(kernel.asm["cubin"]) if any("HMMA" in line for line in body)]
     step = min(steps, key=len)
     assert sum("HMMA" in line for line in step) == 2 * config.tile_n
-    assert not any(re.search(r"\b(LDL|STL)\b", line) for line in step)
+    assert not spilled(step)
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from fake_gpu import Recorded, compilations, fake_gpu, functions_called
+from fake_gpu import Recorded, fake_gpu, functions_called
 from torch import Tensor
 
 import splitkv
@@ -45,12 +45,6 @@ Caches = dict[str, Any]
 def gpu() -> Iterator[Recorded]:
     with fake_gpu() as recorded, torch.no_grad():
         yield recorded
-
-
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    with compilations() as made:
-        yield made
 
 
 def of_heads(n: int, batch: int = 1, dim: int = DIM, dtype: Any = torch.bfloat16) -> Caches:

@@ -8,12 +8,12 @@ compiled or runs: see support/fake_gpu.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fake_gpu import Recorded, compilations, fake_gpu
+from fake_gpu import Recorded, fake_gpu
 from torch import Tensor
 
 import splitkv
@@ -26,12 +26,6 @@ LEAST_ADDRESS = 1 << 24
 LENGTHS = [200, 201, 2, 208, 209, 16, 17, 33, 64, 65, 127, 128, 190, 224, 225, 300, 512, 513]
 SINKS, SLOPES = torch.zeros(HEADS, requires_grad=True), torch.ones(HEADS, requires_grad=True)
 Call = tuple[Callable[[], Any], list[Tensor]]
-
-
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    with compilations() as made:
-        yield made
 
 
 def leaves(*lead: int, head_dim: int = DIM) -> list[Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import Recorded, compilations, fake_gpu, functions_called
+from fake_gpu import Recorded, fake_gpu, functions_called
 from torch import Tensor
 
 import splitkv
@@ -40,12 +40,6 @@ Given = dict[str, Any]
 def gpu() -> Iterator[Recorded]:
     with fake_gpu() as recorded, torch.no_grad():
         yield recorded
-
-
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    with compilations() as made:
-        yield made
 
 
 def dense(

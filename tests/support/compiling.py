@@ -505,6 +505,11 @@ def loops(cubin: bytes) -> list[list[str]]:
     return [[line for at, line in lines if first <= at <= last] for first, last in spans]
 
 
+def spilled(body: Sequence[str]) -> list[str]:
+    """The instructions that load and store registers that were spilled."""
+    return [line for line in body if re.search(r"\b(LDL|STL)\b", line)]
+
+
 def key_loops(cubin: bytes, products: int, warpgroups: int) -> list[list[str]]:
     """The loops over keys, one a warpgroup: of those with so many products, the shortest."""
     found = [body for body in loops(cubin) if sum("GMMA" in line for line in body) == products]

@@ -35,6 +35,8 @@ AHEAD = 8
 """Keys before the end of a bucket from which on the next one is made ready."""
 Alignment = tuple[Any, ...]
 """What kernels are compiled for of strides."""
+EVERY_ONE: Alignment = ("multiples of 16",)
+"""The alignment of strides that are all multiples of 16 and not far apart."""
 Bucket = tuple[Alignment, Any]
 """What a plan and its kernels are for: an alignment, and the longest sequences."""
 
@@ -203,7 +205,3 @@ def types_of(operands: Operands) -> Hashable:
 def alignment_of_stride(stride: int) -> int:
     """A number for each kind of stride that Triton compiles for."""
     return 3 * (stride >> 31 > 0) + (stride == 1) + 2 * (stride % 16 == 0)
-
-
-EVERY_ONE: Alignment = ("multiples of 16",)
-"""The alignment of strides that are all multiples of 16 and not far apart."""

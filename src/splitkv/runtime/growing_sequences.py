@@ -40,7 +40,7 @@ from splitkv.runtime.growing import (
 )
 
 SEQUENCES_GROW = "hopper_prefill", "hopper_prefill_quantised", "prefill"
-"""Those that take every length of whole sequences."""
+"""The kernels that take every length of whole sequences."""
 SEQUENCES_STAY = "hopper_prefill_half", "hopper_prefill_widened"
 """Those that are bound to one length of them; at others of the same call another may be the best.
 """

@@ -141,9 +141,8 @@ def test_tune_goes_by_another_table(tmp_path: Path) -> None:
     assert {choice.why for choice in listed} == {"as on NVIDIA H200"}
 
 
-FOREIGN = tuned_tables.Timed(
-    "hopper_decode_split", Config(1, 16, 48, 4, 2), 1.0
-)  # a tile of no kernel
+# a tile of no kernel
+FOREIGN = tuned_tables.Timed("hopper_decode_split", Config(1, 16, 48, 4, 2), 1.0)
 
 
 @pytest.mark.usefixtures("h200")

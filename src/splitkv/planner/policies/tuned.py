@@ -22,8 +22,8 @@ the model's best; the plan of least seconds is taken, of another kernel than tha
 where it promises `OTHER_KERNEL` times less. Where there is no table of the GPU, or nothing of the
 kernel that `waves` takes near enough in it, `waves` decides, and `why` says so.
 
-A table in the user's cache (`user_tables`) is joined to the package's: of a problem that both have
-the user's times count, and `why` names it.
+A table in the user's cache is joined to the package's (`tuned_tables.table_of`): of a problem that
+both have the user's times count, and `why` names it.
 
 Where only the device knows the lengths, the parts are no longer than `waves` allows, and where
 `waves` shares the programs out over the batch it decides: the table's sequences were equally long.

@@ -45,6 +45,7 @@ DIMS = ("batch", "num_heads", "num_kv_heads", "head_dim", "seqlen_q", "seqlen_k"
 WHOLE_TILES, WHOLE_PAGES = 64, 128
 NARROW = 16  # packed rows of the least tile: fewer take as long
 Likeness = tuple[tuple[int, ...], tuple[str, int, int], bool]
+"""What shapes of a kernel have in common that are alike: see `likeness_of`."""
 
 
 @dataclass(frozen=True)
@@ -377,6 +378,7 @@ class SizeClass(NamedTuple):
 
 
 def class_of(sizes: Sizes) -> SizeClass:
+    """The class of problems of these sizes."""
     return _class_of_sizes(*sizes[2:])
 
 
