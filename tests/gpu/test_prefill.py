@@ -19,6 +19,7 @@ from training import AXES, FUNCTION, TRAINING, fuzz, paged, problem_of, run
 import splitkv
 from splitkv import reference
 from splitkv.core.plan import Config, Kernel
+from splitkv.core.scores import Score
 from splitkv.core.variants import Plain
 from splitkv.kernels import records
 from splitkv.runtime import dispatch
@@ -121,6 +122,21 @@ def test_sequences_of_any_length_in_one_graph(
         graph.replay()
         ref, _ = expected(problem, call)
         assert_close(out, ref, expected(problem, call, upcast=False)[0])
+
+
+@pytest.mark.parametrize("kernel", ["hopper_prefill", "prefill"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_soft_cap_of_scores_of_any_size(size: float, kernel: str) -> None:
+    """Near zero the tangent is its argument, far away a sign: no exponential may get in the way."""
+    problem = replace(TRAINING, score=Score(softcap=True))
+    call = make_operands(problem, device=DEVICE)
+    call |= {"q": call["q"] * size, "softcap": 50.0}
+    plan = splitkv.plan(problem, device=HERE, policy=only(kernel))
+    out, lse = run(problem, call | {"plan": plan})
+    ref, ref_lse = expected(problem, call)
+    assert_close(out, ref, expected(problem, call, upcast=False)[0])
+    assert lse is not None and ref_lse is not None
+    assert_lse_close(lse, ref_lse)
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])

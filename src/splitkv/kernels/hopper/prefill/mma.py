@@ -64,6 +64,7 @@ from splitkv.kernels.hopper.prefill.scales import (
     rows_layout,
     scales_of_item,
 )
+from splitkv.kernels.hopper.prefill.soft_cap import HALF, soft_capped
 from splitkv.kernels.hopper.primitives.conversion import words_of_pairs
 from splitkv.kernels.hopper.primitives.named_barriers import (
     all_cleared,
@@ -86,9 +87,7 @@ from splitkv.kernels.hopper.primitives.scheduling_fences import (
 )
 from splitkv.kernels.hopper.primitives.votes import any_above, declare_any
 from splitkv.kernels.hopper.primitives.zero_rows import clear_behind
-from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
-from splitkv.kernels.tile.weight import Queries, scores
 
 
 @gluon.jit
@@ -116,10 +115,13 @@ def positions(like, batch, item, CONFIG: gl.constexpr, ROLE: gl.constexpr):
 
 @gluon.jit
 def scores_of(qk, factor, scoring):
-    """(s, unit) of products: s * unit are the scores in base 2, unit one number or, where rows have
-    a factor, [ROWS]. Sums of integers are numbers MIDDLE more, and so is s but with a soft cap."""
+    """(s, unit) of products: s less `offset_of`, times unit, are the scores in base 2; unit is one
+    number or, where rows have a factor, [ROWS]."""
     if factor is None:
-        s, unit = scores(qk, scoring, Queries(None, None, None, None), None)
+        s = qk
+        unit = scoring.scale
+        if scoring.softcap is not None:
+            s, unit = soft_capped(qk, scoring.scale, scoring.softcap)
     else:
         s = qk
         if qk.dtype == gl.int32:
@@ -129,23 +131,27 @@ def scores_of(qk, factor, scoring):
             if qk.dtype == gl.int32:
                 s = s - MIDDLE
             s = s * factor[:, None]
-            s = score_log2(s, scoring.scale, scoring.softcap, None, None, None)
-            unit = gl.full_like(factor, 1.0)
+            s, unit = soft_capped(s, scoring.scale, scoring.softcap)
+            unit = gl.full_like(factor, 1.0) * unit
     return s, unit
 
 
 @gluon.constexpr_function
 def offset_of(dtype, plain):
-    """How much the numbers of `scores_of` exceed the scores: MIDDLE for sums of integers, else
-    0."""
-    return MIDDLE.value if dtype.name == "int32" and plain else 0.0
+    """What `scores_of` has beside the scores: HALF with a soft cap, MIDDLE without one for sums of
+    integers, else 0."""
+    if not plain:
+        return HALF.value
+    return MIDDLE.value if dtype.name == "int32" else 0.0
 
 
 @gluon.jit
 def exponentials(s, unit, m, factor, OFFSET: gl.constexpr):
-    """Computes the weights of the scores of `scores_of`, which exceed them by OFFSET, relative to
+    """Computes the weights of the scores of `scores_of`, beside which it has OFFSET, relative to
     m."""
     if factor is None:
+        if OFFSET != 0:
+            m = m + unit * OFFSET
         y = s * unit - m[:, None]
     else:
         if OFFSET != 0:

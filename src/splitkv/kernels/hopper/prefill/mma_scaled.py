@@ -59,6 +59,7 @@ from splitkv.kernels.hopper.prefill.scales import (
     scales_of_columns,
     shared_scale,
 )
+from splitkv.kernels.hopper.prefill.soft_cap import HALF, soft_capped
 from splitkv.kernels.hopper.primitives.conversion import (
     ordered_columns,
     words_of,
@@ -70,6 +71,7 @@ from splitkv.kernels.hopper.primitives.named_barriers import (
     wait_for_step,
     wait_own_turn,
 )
+from splitkv.kernels.hopper.primitives.reciprocal import fast_reciprocal
 from splitkv.kernels.hopper.primitives.row_sums import (
     added_before_wait,
     along_rows,
@@ -81,7 +83,6 @@ from splitkv.kernels.hopper.primitives.row_sums import (
 )
 from splitkv.kernels.hopper.primitives.scheduling_fences import hold_sums, opaque
 from splitkv.kernels.hopper.primitives.votes import any_above
-from splitkv.kernels.tile.score import score_log2
 from splitkv.kernels.tile.softmax import finite_or_zero
 
 NOMINAL = gl.constexpr(5.0)  # in base 2
@@ -94,14 +95,6 @@ NEAR_BITS, MOST_E4M3 = map(gl.constexpr, (0x40800000, 0x43E00000))
 def most_log2(dtype):
     """The log2 of the weight that the maximum of a row gets where p has this type."""
     return {"fp8e4nv": NOMINAL.value, "int8": 6.9886846867721655}.get(dtype.name, 0.0)
-
-
-@gluon.jit
-def fast_reciprocal(x):
-    """Computes 1 / x approximately, by one instruction."""
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -146,8 +139,8 @@ def exponents(qk, base, factor, n, scoring, scales):
             else:
                 y = s * k_scale * factor[:, None]
     if not BARE:
-        y = score_log2(y, scoring.scale, scoring.softcap, None, None, None)
-        y = y - base[:, None]
+        y, unit = soft_capped(y, scoring.scale, scoring.softcap)
+        y = y * unit - (base + HALF * unit)[:, None]
         if scales.inverse is not None:
             y = y + v_log2
     return y, stage
