@@ -87,10 +87,11 @@ def test_every_config(
 
 
 HOPPER = HERE.capability == (9, 0)
+DIMS = *HEAD_DIMS, (96, 96), (48, 48)
 
 
 ON_HOPPER: cases.Axes = {
-    "dims": HEAD_DIMS if HOPPER else (),
+    "dims": DIMS if HOPPER else (),
     "deterministic": (False, True),
     "mask": (Mask(True), Mask()),
     "kind": ("dense", "varlen"),
@@ -121,7 +122,7 @@ def test_every_config_on_hopper(
 
 BITS: cases.Axes = {
     "mask": (Mask(), Mask(True, 300, -1, 5)),
-    "dims": HEAD_DIMS,
+    "dims": DIMS,
     "kind": ("dense", "varlen"),
 }
 
@@ -166,7 +167,7 @@ def test_sink_tokens_in_parts(sink_tokens: int, window: int) -> None:
 
 
 FEW_TILES: cases.Axes = {
-    "dims": HEAD_DIMS,
+    "dims": DIMS,
     "mask": (Mask(), Mask(True), Mask(True, 800, -1, 5)),
     "kind": ("dense", "varlen"),
 }
@@ -194,7 +195,7 @@ def test_few_tiles_in_parts(
 OF_SINKS: cases.Axes = {
     "mask": (Mask(), Mask(True), Mask(True, 90, -1, 5)),
     "deterministic": (False, True),
-    "dims": HEAD_DIMS,
+    "dims": DIMS,
 }
 
 
@@ -229,7 +230,7 @@ def test_gradient_of_sink_logits(mask: Mask, deterministic: bool, dims: tuple[in
 DOMINATED: cases.Axes = {
     "sink": SINKS,
     "of_lse": (False, True),
-    "dims": HEAD_DIMS,
+    "dims": DIMS,
     "mine": ("preferred", "any_gpu"),
 }
 

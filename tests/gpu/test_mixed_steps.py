@@ -34,7 +34,7 @@ HOPPER = HERE.capability == (9, 0)
 STEPS = 12  # drawn of each kernel
 AXES: cases.Axes = {
     "heads": ((8, 2), (7, 1), (4, 4), (16, 1)),
-    "head_dims": hopper_prefill.HEAD_DIMS,
+    "head_dims": (*hopper_prefill.HEAD_DIMS, (96, 96)),
     "dtype": ("bfloat16", "float16"),
     "page_size": (16, 64, 128),
     "mask": (Mask(True), Mask(), Mask(True, 300, -1, 5)),

@@ -22,6 +22,7 @@ from splitkv.core.plan import Config, Kernel
 from splitkv.core.scores import Score
 from splitkv.core.variants import Plain
 from splitkv.kernels import records
+from splitkv.kernels.limits import hopper_backward
 from splitkv.runtime import dispatch
 from splitkv.testing import (
     Call,
@@ -55,6 +56,24 @@ def test_pairs(number: int) -> None:
     if splitkv.plan(problem).kernel != "prefill":
         any_gpu = splitkv.plan(problem, policy=only("prefill"))
         check(problem, device=DEVICE, run=under(any_gpu), **options)
+
+
+# Multiples of 8 columns, which TMA fills up to those of tiles.
+COLUMNS = (
+    *((40, 40), (56, 56), (72, 72), (88, 88), (104, 104), (120, 120), (136, 136), (248, 248)),
+    *((64, 40), (96, 80), (128, 104)),
+)
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("dims", COLUMNS, ids=str)
+def test_columns_between_those_of_tiles(dims: tuple[int, int], kind: Any) -> None:
+    problem = replace(TRAINING, kind=kind, head_dim=dims[0], head_dim_v=dims[1], needs_grad=True)
+    problem = replace(problem, place=Ragged(), lengths="device") if kind == "varlen" else problem
+    if HERE.capability == (9, 0):
+        assert splitkv.plan(problem).kernel == "hopper_prefill"
+        assert (hopper_backward.unsupported(problem, HERE) == []) == (dims[0] <= 128)
+    check(problem, device=DEVICE, run=run, strided=True)
 
 
 PLAIN_AXES: cases.Axes = {
@@ -201,7 +220,7 @@ def kernels_for(problem: Problem) -> list[Kernel]:
 
 
 ON_PAGES: cases.Axes = {
-    "head_dim": (64, 128, 192, 256),
+    "head_dim": (64, 96, 128, 192, 256),
     "page_size": (1, cases.Alike((16, 48)), cases.Alike((64, 128))),
     "parts": (1, 3),
 }

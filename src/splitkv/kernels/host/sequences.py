@@ -30,6 +30,7 @@ from splitkv.kernels.host.launch import (
     observed,
 )
 from splitkv.kernels.host.lengths import Layout
+from splitkv.kernels.host.partition import padded
 from splitkv.kernels.host.sequence_repeat import Sequences
 from splitkv.kernels.host.sequence_sizes import (
     CallLayout,
@@ -100,8 +101,9 @@ class SequenceSplits:
         """Splits, and rows, that so many warps merge together; 0 where they do not."""
         if self.merge != "last":
             return 0, 0
-        step = parts_a_step(self.num_splits or 1, self.head_dim_v)
-        return step, rows_a_step(step, self.head_dim_v, num_warps)
+        columns = padded(self.head_dim_v)
+        step = parts_a_step(self.num_splits or 1, columns)
+        return step, rows_a_step(step, columns, num_warps)
 
     def partials(self, like: Tensor) -> tuple[Partial | None, Tensor | None]:
         """The partials of a call, and the counters of a launch that merges them."""

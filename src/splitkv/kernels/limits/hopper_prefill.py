@@ -14,12 +14,18 @@ from splitkv.core.tiles import box_rows
 from splitkv.core.variants import HopperPrefill, Variant
 from splitkv.kernels.hopper.primitives.tma_limits import unfit
 from splitkv.kernels.limits import prefill
-from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT, ROWS, ordered
+from splitkv.kernels.limits.hopper_prefill_tiles import (
+    CODECS_8BIT,
+    COLUMNS,
+    ROWS,
+    ordered,
+    tile_dims,
+)
 from splitkv.kernels.limits.reasons import Reasons, expect_hopper
 
 NAME = "hopper_prefill"
 
-HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of tiles: see `tile_dims`
 
 
 BARRIER_BYTES = 1024  # of shared memory: all barriers, and what alignment costs
@@ -44,9 +50,10 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
 def against_dims(problem: Problem) -> Reasons:
     """Reasons against head dimensions."""
     dims, reasons = (problem.head_dim, problem.head_dim_v), Reasons()
-    if dims not in HEAD_DIMS:
+    if tile_dims(problem) not in HEAD_DIMS or any(dim % COLUMNS for dim in dims):
         known = ", ".join(f"{a}/{b}" for a, b in HEAD_DIMS)
-        reasons.append(f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected one of {known}")
+        expected = f"multiples of {COLUMNS} in tiles of one of {known}"
+        reasons.append(f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected {expected}")
     return reasons
 
 
@@ -74,8 +81,9 @@ def packed_heads(problem: Problem, config: Config) -> int:
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Shared memory of a config, the output in the place of q."""
-    rows = config.tile_m * problem.head_dim
-    keys = config.num_stages * config.tile_n * (problem.head_dim + problem.head_dim_v)
+    head_dim, head_dim_v = tile_dims(problem)
+    rows = config.tile_m * head_dim
+    keys = config.num_stages * config.tile_n * (head_dim + head_dim_v)
     return (rows + keys) * problem.element_bytes + BARRIER_BYTES
 
 
@@ -89,10 +97,10 @@ def places_of_rows(
     """
     found: list[tuple[int, Literal["own_tiles", "place_of_q"]]] = [(1, "place_of_q")]
     room = device.smem_per_block - shared_bytes(problem, config)
-    bytes_of = problem.element_bytes * config.tile_m
-    if bytes_of * problem.head_dim_v <= room:
+    bytes_of, (head_dim, head_dim_v) = problem.element_bytes * config.tile_m, tile_dims(problem)
+    if bytes_of * head_dim_v <= room:
         found.append((1, "own_tiles"))
-    if config.programs and bytes_of * (problem.head_dim_v + problem.head_dim) <= room:
+    if config.programs and bytes_of * (head_dim_v + head_dim) <= room:
         found.append((2, "own_tiles"))
     return found
 
@@ -111,8 +119,9 @@ def has_lazy_maxima(problem: Problem, config: Config) -> bool:
     small_pages = config.tile_n // box_rows(problem, config.tile_n) > 2
     fits = (warpgroups, config.tile_n) == (3, 64)
     fits |= (warpgroups, config.tile_n) == (2, 128) and not (splits and small_pages)
-    others = problem.head_dim > problem.head_dim_v or problem.score.softcap
-    return problem.head_dim_v == 128 and fits and not others
+    head_dim, head_dim_v = tile_dims(problem)
+    others = head_dim > head_dim_v or problem.score.softcap
+    return head_dim_v == 128 and fits and not others
 
 
 def mma_order(config: Config) -> Literal["in_turns", "any"]:

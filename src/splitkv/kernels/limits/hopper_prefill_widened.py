@@ -12,7 +12,7 @@ from splitkv.core.problem import Operands, Problem
 from splitkv.core.variants import Variant
 from splitkv.kernels.hopper.primitives import tma_limits
 from splitkv.kernels.limits import hopper_prefill, prefill
-from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT
+from splitkv.kernels.limits.hopper_prefill_tiles import CODECS_8BIT, tile_dims
 from splitkv.kernels.limits.reasons import Reasons, expect_hopper
 
 NAME = "hopper_prefill_widened"
@@ -27,6 +27,10 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
     reasons.expect_triton(problem, device)
     reasons.expect_16_bits(problem)
     reasons += hopper_prefill.against_dims(problem) + hopper_prefill.against_features(problem)
+    dims = problem.head_dim, problem.head_dim_v
+    if not reasons and dims != tile_dims(problem):
+        expected = "columns that are a tile's, as keys that are widened have"
+        reasons.append(f"head_dim/head_dim_v {dims[0]}/{dims[1]}: expected {expected}")
     if problem.codec.name not in CODECS:
         known = f"{', '.join(CODECS[:-1])} or {CODECS[-1]}"
         reasons.append(f"kv {problem.codec}: expected {known}")

@@ -31,16 +31,18 @@ def store_rows(x, stage, ptr, stride, first, count, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def store_both_gradients(dk, dv, stage, work, out, FIRST: gl.constexpr):
+def store_both_gradients(dk, dv, stage, work, out, CONFIG: gl.constexpr, FIRST: gl.constexpr):
     """Stores dk and dv [64, dim] of the keys of the program from FIRST on; stage [64, dim]."""
-    DIM: gl.constexpr = dk.shape[1]
+    DIM: gl.constexpr = CONFIG.head_dim
+    DIM_V: gl.constexpr = CONFIG.head_dim_v
     count = work.num_keys
     if out.split_ptr is not None:
         if out.in_split:
-            store_rows(dv, stage, out.split_ptr + DIM, 2 * DIM, FIRST, count, DIM)
-            store_rows(dk, stage, out.split_ptr, 2 * DIM, FIRST, count, DIM)
+            width = DIM + DIM_V
+            store_rows(dv, stage, out.split_ptr + DIM, width, FIRST, count, DIM_V)
+            store_rows(dk, stage, out.split_ptr, width, FIRST, count, DIM)
         count = gl.where(out.in_split, 0, count)
-    store_rows(dv, stage, out.dv_ptr, out.dv_stride, FIRST, count, DIM)
+    store_rows(dv, stage, out.dv_ptr, out.dv_stride, FIRST, count, DIM_V)
     store_rows(dk, stage, out.dk_ptr, out.dk_stride, FIRST, count, DIM)
 
 

@@ -2,10 +2,10 @@
 other sums.
 
 Computes dq[r] = scale * sums[r], rounded to the type of dq. A tile of sums is in the order of the
-registers that were added to it, two halves of a tile of rows [TILE_M, DIM], each the accumulator of
-a warpgroup [64, columns]: see `store_dq`.
+registers that were added to it, two halves of a tile of rows [TILE_M, SUM_DIM], each the
+accumulator of a warpgroup [64, columns]: see `store_dq`.
 
-Shapes      sums [heads, tiles of rows, TILE_M * DIM] fp32; dq as q
+Shapes      sums [heads, tiles of rows, TILE_M * SUM_DIM] fp32; dq as q
 Grid        that of `backward_finish`; then tiles of rows x lanes, a lane being a head, dense of one
             sequence
 Traffic     reads the sums once, writes dq
@@ -34,11 +34,12 @@ def round_dq(
     pid,
     scale,
     TILE_M: tl.constexpr,
+    SUM_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
     """Stores dq of a tile of rows."""
-    PADDED: tl.constexpr = triton.next_power_of_2(DIM)
-    SIZE: tl.constexpr = TILE_M * DIM
+    PADDED: tl.constexpr = triton.next_power_of_2(SUM_DIM)
+    SIZE: tl.constexpr = TILE_M * SUM_DIM
     COLUMNS: tl.constexpr = TILE_M * PADDED // 128
     at = pid.to(tl.int64) * SIZE
     own = own_tile(pid % tiles, pid // tiles, tokens, num_heads, 1, TILE_M)
@@ -87,6 +88,7 @@ def hopper_backward_finish(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
+    SUM_DIM: tl.constexpr,  # columns of sums of dq: HEAD_DIM, and those that tiles have beside
     TILE_N: tl.constexpr,
     ROWS: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -110,5 +112,15 @@ def hopper_backward_finish(
         first -= split_programs
         tokens = TiledTokens(cu_q_ptr, cu_q_ptr, seqlen_q, seqlen_q, batch, total_q)
         round_dq(
-            sums_ptr, dq_ptr, dq_strides, tokens, num_heads, tiles, first, scale, TILE_M, HEAD_DIM
+            sums_ptr,
+            dq_ptr,
+            dq_strides,
+            tokens,
+            num_heads,
+            tiles,
+            first,
+            scale,
+            TILE_M,
+            SUM_DIM,
+            HEAD_DIM,
         )

@@ -35,10 +35,10 @@ Numerics    scores, p, ds and sums in fp32; p and ds are rounded to the type of 
             Rows and keys behind the end of a packed sequence are cleared before they are multiplied
             with zeros, as those of the next sequence may be NaN or infinite. Delta has the rounding
             of out in it; dsink has not: threads sum up ds, each row's times its weight, in fp32
-Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64, 128 or 256, or 192 and 128;
-            no soft cap, ALiBi or dropout; addresses and strides that are multiples of 16 bytes;
-            otherwise those of kernels/prefill.py. Turns need programs to be started in the order of
-            their numbers
+Limits      sm_90; bf16 or fp16; head_dim and head_dim_v multiples of 8 in tiles of 64 or 128, both
+            256, or 192 and 128; no soft cap, ALiBi or dropout; addresses and strides that are
+            multiples of 16 bytes; otherwise those of kernels/prefill.py. Turns need programs to be
+            started in the order of their numbers
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ from splitkv.kernels.host.sequence_sizes import (
     lengths_of,
     strides_of_layout,
 )
+from splitkv.kernels.limits.hopper_backward import sum_dim
 from splitkv.kernels.tile.visit import Strides
 
 BOXES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -317,7 +318,7 @@ def sizes_of(bound: Bound, call: GradientCall) -> Sizes:
     # fp32 sums of dq, and the number of tiles of keys that have been added to each tile
     sums = turns = 0
     if c.dq != "recomputed":
-        sums = rows.tiles * rows.lanes * c.tile_m * p.head_dim
+        sums = rows.tiles * rows.lanes * c.tile_m * sum_dim(p)
         turns = rows.tiles * rows.lanes if c.dq == "added_in_turns" else 0
     cleared = ceil_div(sums + turns, CLEARED) * CLEARED
     sinks = x.sink_logits is not None
@@ -447,7 +448,7 @@ def keys_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunch:
     }
     layouts = gradient_layouts(call, c.tile_m, c.tile_n)
     if c.dq != "recomputed":
-        tile = c.tile_m * p.head_dim
+        tile = c.tile_m * sum_dim(p)
         layouts["sums_desc"] = layout_of_sums(sizes.workspace.places["sums"][1], tile, c.dq_pieces)
     # the warps are those of the first consumer
     options = {"num_warps": 4, "launch_pdl": True}
@@ -522,6 +523,7 @@ def finish_launch(bound: Bound, call: GradientCall, sizes: Sizes) -> KernelLaunc
         "total_q": sizes.total_q,
         "tiles": sizes.rows.tiles,
         "TILE_M": c.tile_m,
+        "SUM_DIM": sum_dim(p),
     }
     pointers: dict[str, Any] = {
         **LEFT_SUMS,

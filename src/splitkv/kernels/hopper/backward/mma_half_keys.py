@@ -129,7 +129,7 @@ def mma_half_keys(memory, work, scores, out, CONFIG: gl.constexpr, W: gl.constex
     dk, dv = mainloop_half_keys(memory, work, scores, out, CONFIG, W)
     dk *= out.scale
     stage = memory.tiles.v.slice(W * HALF, HALF)  # nobody reads v any more
-    store_both_gradients(dk, dv, stage, work, out, W * HALF)
+    store_both_gradients(dk, dv, stage, work, out, CONFIG, W * HALF)
 
 
 @gluon.jit

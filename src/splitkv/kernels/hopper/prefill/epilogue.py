@@ -135,7 +135,7 @@ def store_results(
 
 @gluon.jit
 def store_some_rows(tile, item, t_first, results, CONFIG: gl.constexpr):
-    """Stores those rows of a tile [ROWS, DIM_V] that belong to the sequence."""
+    """Stores those rows and columns of a tile [ROWS, DIM_V] that the results have."""
     ROWS: gl.constexpr = tile.shape[0]
     DIM: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout(
@@ -145,9 +145,12 @@ def store_some_rows(tile, item, t_first, results, CONFIG: gl.constexpr):
     offs = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     t = t_first + rows // CONFIG.packed_heads
     at = (item.first_q + t).to(gl.int64) * results.stride_t
-    at += (item.head + rows % CONFIG.packed_heads) * DIM
+    at += (item.head + rows % CONFIG.packed_heads) * CONFIG.columns
     ptrs = results.out_ptr + at[:, None] + offs[None, :]
-    gl.store(ptrs, tile.load(layout), mask=(t < item.len_q)[:, None])
+    ok = (t < item.len_q)[:, None]
+    if CONFIG.columns < DIM:
+        ok = ok & (offs < CONFIG.columns)[None, :]
+    gl.store(ptrs, tile.load(layout), mask=ok)
 
 
 @gluon.jit
@@ -205,8 +208,11 @@ def store_split(
     gl.store(partial.m_ptr + at, m, mask=ok)
     gl.store(partial.l_ptr + at, l, mask=ok)
     offs_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, acc.type.layout))
-    acc_ptrs = partial.acc_ptr + along_rows(at * DIM_V, acc) + offs_v[None, :]
-    gl.store(acc_ptrs, acc, mask=along_rows(ok, acc))
+    acc_ptrs = partial.acc_ptr + along_rows(at * CONFIG.columns, acc) + offs_v[None, :]
+    stored = along_rows(ok, acc)
+    if CONFIG.columns < DIM_V:
+        stored = stored & (offs_v < CONFIG.columns)[None, :]
+    gl.store(acc_ptrs, acc, mask=stored)
 
 
 @gluon.jit
@@ -290,5 +296,13 @@ def merge_splits(batch, results, CONFIG: gl.constexpr):
             at = n + offs_r
             sink_ptr = results.sink_ptr
             merge_rows(
-                results.partial, final, sink_ptr, of, at, offs_p, offs_v, CONFIG.group, DIM_V
+                results.partial,
+                final,
+                sink_ptr,
+                of,
+                at,
+                offs_p,
+                offs_v,
+                CONFIG.group,
+                CONFIG.columns,
             )

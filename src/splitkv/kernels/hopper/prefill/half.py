@@ -169,7 +169,7 @@ def hopper_prefill_half(
         sink_ptr=sink_ptr,
         partial=partial,
         merging=InKernelMerge(count_ptr, Strides(stride_ob, stride_ot, stride_oh)),
-        stride_t=lane_heads * CONFIG.packed_heads * CONFIG.head_dim_v,
+        stride_t=lane_heads * CONFIG.packed_heads * CONFIG.columns,
         stride_lse_b=stride_lse_b,
         stride_lse_h=stride_lse_h,
     )

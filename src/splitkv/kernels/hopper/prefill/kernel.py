@@ -26,10 +26,10 @@ Numerics    scores and sums in fp32, base-2 exponentials; p is rounded to the va
             by more. Of head_dim 128 no maximum is looked for until a weight is too large, and what
             that gives is the same: see `grown`. Behind the last key of a sequence values are
             cleared before they are multiplied with zeros, as what is there may be NaN or infinite
-Limits      sm_90; bf16 or fp16; head_dim and head_dim_v equal and 64, 128 or 256, or 192 and 128;
-            pages of a multiple of 16 keys; no ALiBi, no dropout, no out_scale, no ranges of keys;
-            addresses and strides that are multiples of 16 bytes; otherwise those of
-            kernels/prefill.py
+Limits      sm_90; bf16 or fp16; head_dim and head_dim_v multiples of 8 whose tiles are as wide, 64,
+            128 or 256, or 192 and 128; pages of a multiple of 16 keys; no ALiBi, no dropout, no
+            out_scale, no ranges of keys; addresses and strides that are multiples of 16 bytes;
+            otherwise those of kernels/prefill.py
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ from splitkv.kernels.hopper.primitives.tma_ring import allocate_wgmma_tiles
 from splitkv.kernels.host.launch import Grid
 from splitkv.kernels.host.sequences import scheduled_splits, sequence_splits
 from splitkv.kernels.limits.hopper_prefill import packed_heads, refit
+from splitkv.kernels.limits.hopper_prefill_tiles import tile_dims
 from splitkv.kernels.schedule_items import ItemSchedule, rule_of
 from splitkv.kernels.tile.band import Bounds
 from splitkv.kernels.tile.visit import Strides
@@ -193,7 +194,7 @@ def hopper_prefill(
         sink_ptr=sink_ptr,
         partial=partial,
         merging=InKernelMerge(count_ptr, Strides(stride_ob, stride_ot, stride_oh)),
-        stride_t=lane_heads * CONFIG.packed_heads * CONFIG.head_dim_v,
+        stride_t=lane_heads * CONFIG.packed_heads * CONFIG.columns,
         stride_lse_b=stride_lse_b,
         stride_lse_h=stride_lse_h,
     )
@@ -296,6 +297,7 @@ def bind_warpgroups(
         items = tiled[3]
         return (most if most and most < items else items, 1, 1), tiled
 
+    head_dim, head_dim_v = tile_dims(problem)
     num_warps = ROWS.value // ROWS_OF_WARP.value
     merge_step, merge_rows = splits.merge_step(num_warps)
     own, mma_roles = variant.out == "own_tiles", config.tile_m // ROWS.value
@@ -303,8 +305,9 @@ def bind_warpgroups(
         group=problem.group,
         packed_heads=pack,
         page_size=page_size(problem),
-        head_dim_v=problem.head_dim_v,
-        head_dim_rest=problem.head_dim - problem.head_dim_v,
+        head_dim_v=head_dim_v,
+        columns=problem.head_dim_v,
+        head_dim_rest=head_dim - head_dim_v,
         tile_m=config.tile_m,
         tile_n=config.tile_n,
         mma_roles=mma_roles,
@@ -320,7 +323,7 @@ def bind_warpgroups(
     )
     narrow = own and variant.maxima == "lazy"
     panel_bytes = OUT_PANEL_BYTES if narrow else PANEL_BYTES
-    rows = Box(ROWS.value // pack, pack, problem.head_dim_v)
+    rows = Box(ROWS.value // pack, pack, head_dim_v)
     out_box = rows._replace(panel_bytes=panel_bytes)
     fixed = hopper_size_arguments(plan, operands, splits, pack)
     return BoundKernel(

@@ -44,6 +44,7 @@ from splitkv.kernels.host.sequences import (
 )
 from splitkv.kernels.host.tensor_maps import tile_of
 from splitkv.kernels.host.workspace import MOST_UNREAD
+from splitkv.kernels.limits.hopper_prefill_tiles import tile_dims
 from splitkv.kernels.schedule_items import ItemSchedule
 
 PANEL_BYTES = 128  # of the columns in TMA's widest swizzle
@@ -150,7 +151,8 @@ def boxes_of_plan(
     ordered_values   V is in order, where K is in pages
     """
     problem, tile_n, x = plan.problem, plan.config.tile_n, operands
-    main, rest = problem.head_dim_v, problem.head_dim - problem.head_dim_v
+    head_dim, main = tile_dims(problem)
+    rest = head_dim - main
     tokens = box_rows(problem, tile_n)
     paged = isinstance(problem.place, Paged)
     # a cache may have room for more

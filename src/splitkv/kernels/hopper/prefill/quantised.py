@@ -402,6 +402,7 @@ def bind(plan: Plan, operands: Operands) -> HopperLauncher:
         packed_heads=pack,
         page_size=page_size(problem),
         head_dim_v=problem.head_dim_v,
+        columns=problem.head_dim_v,
         tile_m=config.tile_m,
         tile_n=config.tile_n,
         mma_roles=1,

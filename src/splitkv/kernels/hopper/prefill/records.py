@@ -20,7 +20,8 @@ class PrefillConfig(CompileTimeRecord):
 
     group          query heads a KV head; packed_heads: how many of them are packed into rows
     page_size      keys a page; 1 where keys are not in pages
-    head_dim_v     columns of V, and of q and K but for head_dim_rest more of these
+    head_dim_v     columns of tiles of V, and of q and K but for head_dim_rest more of these
+    columns        of these those that results have; the others TMA has filled with zeros
     tile_m         packed rows a row tile, 64 a warpgroup; tile_n: keys a tile
     mma_roles      warpgroups that multiply, each 64 rows of a row tile in a role of its own
     num_stages     tiles of K and of V that their rings hold
@@ -39,6 +40,7 @@ class PrefillConfig(CompileTimeRecord):
     packed_heads: int
     page_size: int
     head_dim_v: int
+    columns: int
     head_dim_rest: int
     tile_m: int
     tile_n: int
@@ -70,6 +72,7 @@ class QuantisedConfig(CompileTimeRecord):
     packed_heads: int
     page_size: int
     head_dim_v: int
+    columns: int
     tile_m: int
     tile_n: int
     mma_roles: int
