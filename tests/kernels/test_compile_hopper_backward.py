@@ -221,6 +221,16 @@ def test_covering_set(values: cases.Values) -> None:
     held_to_everything(values)
 
 
+def test_fewer_columns_than_tiles_have() -> None:
+    for same in (False, True):
+        held_to_everything(EVERYDAY | {"made": (96, same)})
+
+
+TILES = (
+    "expected one of 64/64, 128/128, 192/128, 256/256, or multiples of 8 in tiles of the first two"
+)
+
+
 def test_limits() -> None:
     problem = problem_of({"made": (128, False), "mask": Mask(True)})
     assert not limits.unsupported(problem, H200)
@@ -230,8 +240,12 @@ def test_limits() -> None:
         "dropout: expected none": (replace(problem, dropout=True), H200),
         "alibi: expected none": (replace(problem, score=cases.Score(False, True)), H200),
         "softcap: expected none": (replace(problem, score=cases.Score(True, False)), H200),
-        "head_dim/head_dim_v 192/192: expected one of 64/64, 128/128, 192/128, 256/256": (
+        f"head_dim/head_dim_v 192/192: {TILES}": (
             replace(problem, head_dim=192, head_dim_v=192),
+            H200,
+        ),
+        f"head_dim/head_dim_v 100/100: {TILES}": (
+            replace(problem, head_dim=100, head_dim_v=100),
             H200,
         ),
     }

@@ -161,7 +161,8 @@ def as_meant(problem: Problem, config: Config, made: Any) -> None:
     assert made.metadata.shared <= H200.smem_per_block
     variant = variant_of(problem, config)
     of_out = variant.out == "own_tiles"
-    row = (variant.q_stages - 1) * problem.head_dim + of_out * problem.head_dim_v
+    head_dim, head_dim_v = limits.tile_dims(problem)
+    row = (variant.q_stages - 1) * head_dim + of_out * head_dim_v
     room = limits.shared_bytes(problem, config) + config.tile_m * row * problem.element_bytes
     assert made.metadata.shared <= room
     assert "serialized" not in ptxas_said(made)
@@ -170,7 +171,7 @@ def as_meant(problem: Problem, config: Config, made: Any) -> None:
 def steps_of(problem: Problem, config: Config, made: Any) -> list[list[str]]:
     """The instructions of a step, of each warpgroup."""
     warpgroups = config.tile_m // prefill.ROWS.value
-    products = (problem.head_dim + config.tile_n) // 16
+    products = (limits.tile_dims(problem)[0] + config.tile_n) // 16
     found = key_loops(made.asm["cubin"], products, warpgroups)
     assert len(found) == warpgroups
     return found
@@ -309,19 +310,40 @@ def test_first_shapes() -> None:
     assert chosen(few, 0).tile_m == 128
 
 
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+@pytest.mark.parametrize("head_dims", [(96, 96), (80, 72)], ids=str)
+def test_fewer_columns_than_tiles_have(head_dims: tuple[int, int], kind: str) -> None:
+    """Steps are those of whole tiles."""
+    bodies = []
+    for dims in (head_dims, (128, 128)):
+        problem = problem_of({"kind": kind, "head_dims": dims, "heads": (8, 2)})
+        config = chosen(problem, 0)
+        made = compiled(problem, config)
+        as_meant(problem, config, made)
+        bodies.append([len(body) for body in steps_of(problem, config, made)])
+    assert bodies[0] == bodies[1]
+
+
+TILES = "expected multiples of 8 in tiles of one of 64/64, 128/128, 256/256, 192/128"
+
+
 def test_what_is_refused() -> None:
     problem = problem_of({"head_dims": (128, 128)})
     assert limits.unsupported(problem, H200) == []
     assert limits.unsupported(problem, GPUS["b200"]) == ["device sm_100: expected sm_90"]
-    odd = replace(problem, dtype="float32", head_dim=96, dropout=True, score=Score(False, True))
+    odd = replace(problem, dtype="float32", head_dim=32, dropout=True, score=Score(False, True))
     odd = replace(odd, codec=Codec("int8", "head"))
     assert limits.unsupported(odd, H200) == [
         "dtype float32: expected bfloat16 or float16",
         "kv int8 per head: expected as_is",
-        "head_dim/head_dim_v 96/128: expected one of 64/64, 128/128, 256/256, 192/128",
+        f"head_dim/head_dim_v 32/128: {TILES}",
         "alibi: expected none",
         "dropout: expected none",
     ]
+    for dims in ((100, 100), (160, 128), (64, 128), (32, 32)):
+        other = replace(problem, head_dim=dims[0], head_dim_v=dims[1])
+        expected = [f"head_dim/head_dim_v {dims[0]}/{dims[1]}: {TILES}"]
+        assert limits.unsupported(other, H200) == expected
 
 
 def test_layouts_without_tma() -> None:

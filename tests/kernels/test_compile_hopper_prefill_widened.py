@@ -93,9 +93,15 @@ def test_what_is_refused() -> None:
         "return_lse: expected products half or full and q of 16 bits, as keys and q are rounded"
     )
     assert prefill_widened.unsupported(replace(exact, needs_grad=True, head_dim_v=96), H200) == [
-        "head_dim/head_dim_v 192/96: expected one of 64/64, 128/128, 256/256, 192/128",
+        "head_dim/head_dim_v 192/96: expected multiples of 8 in tiles of one of 64/64, 128/128, "
+        "256/256, 192/128",
         no_lse,
         "gradient: expected inputs that require none",
+    ]
+    narrow = replace(problem, head_dim=96, head_dim_v=96)
+    assert prefill_widened.unsupported(narrow, H200) == [
+        "head_dim/head_dim_v 96/96: expected columns that are a tile's, as keys that are widened "
+        "have"
     ]
     stored = replace(problem, q_granularity="token")
     assert prefill_widened.unsupported(stored, H200) == []
