@@ -67,7 +67,7 @@ def unsupported(problem: Problem, device: Device) -> list[str]:
 
 def variants(problem: Problem, device: Device) -> Iterator[HopperBackward]:
     """Every variant that fits, without its row splits, the best first."""
-    dq, (head_dim, _) = way_of_dq(problem), tile_dims(problem)
+    dq, head_dim = way_of_dq(problem), tile_dims(problem)[0]
     for tile_m, tile_n, num_stages in KEY_TILES[head_dim]:
         for queries in query_tiles(problem, device) if dq == "recomputed" else (None,):
             large = problem.head_dim == 256 and dq != "recomputed"  # dq leaves room for one

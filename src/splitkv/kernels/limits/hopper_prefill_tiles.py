@@ -46,7 +46,7 @@ def tile_dims(problem: Problem) -> tuple[int, int]:
 
 def ordered(problem: Problem, device: Device) -> list[tuple[int, int, int]]:
     """The shapes of a head_dim, the best guess first."""
-    head_dim, _ = tile_dims(problem)
+    head_dim = tile_dims(problem)[0]
     found = list(SHAPES[head_dim])
     pack = min(problem.group & -problem.group, ROWS)
     rows, lanes = problem.seqlen_q * pack, problem.batch * problem.num_heads // pack

@@ -28,10 +28,8 @@ def round_dq(
     sums_ptr,
     dq_ptr,
     dq_strides,  # Strides
-    tokens,  # TiledTokens, of queries alone
-    num_heads,
-    tiles,
-    pid,
+    own,  # OwnTile, of queries alone
+    pid,  # which of all tiles that is
     scale,
     TILE_M: tl.constexpr,
     SUM_DIM: tl.constexpr,
@@ -42,7 +40,6 @@ def round_dq(
     SIZE: tl.constexpr = TILE_M * SUM_DIM
     COLUMNS: tl.constexpr = TILE_M * PADDED // 128
     at = pid.to(tl.int64) * SIZE
-    own = own_tile(pid % tiles, pid // tiles, tokens, num_heads, 1, TILE_M)
     t = own.tile * TILE_M + tl.arange(0, TILE_M)
     if own.tile * TILE_M < own.length:
         offs = tl.arange(0, TILE_M * PADDED)
@@ -111,16 +108,5 @@ def hopper_backward_finish(
     else:
         first -= split_programs
         tokens = TiledTokens(cu_q_ptr, cu_q_ptr, seqlen_q, seqlen_q, batch, total_q)
-        round_dq(
-            sums_ptr,
-            dq_ptr,
-            dq_strides,
-            tokens,
-            num_heads,
-            tiles,
-            first,
-            scale,
-            TILE_M,
-            SUM_DIM,
-            HEAD_DIM,
-        )
+        own = own_tile(first % tiles, first // tiles, tokens, num_heads, 1, TILE_M)
+        round_dq(sums_ptr, dq_ptr, dq_strides, own, first, scale, TILE_M, SUM_DIM, HEAD_DIM)

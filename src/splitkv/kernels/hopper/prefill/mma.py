@@ -138,8 +138,8 @@ def scores_of(qk, factor, scoring):
 
 @gluon.constexpr_function
 def offset_of(dtype, plain):
-    """What `scores_of` has beside the scores: HALF with a soft cap, MIDDLE without one for sums of
-    integers, else 0."""
+    """Tells what `scores_of` has beside the scores: HALF with a soft cap, MIDDLE without one for
+    sums of integers, else 0."""
     if not plain:
         return HALF.value
     return MIDDLE.value if dtype.name == "int32" else 0.0
