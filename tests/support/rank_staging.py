@@ -72,14 +72,20 @@ def install() -> None:
         return Landing(work, [(out, copy)], sent)
 
     def all_to_all(
-        out: Tensor, x: Tensor, receives: Any, sends: Any, group: Any, async_op: bool
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Any:
-        move = original["all_to_all_single"]
+        move, sizes = original["all_to_all_single"], (output_split_sizes, input_split_sizes)
         if is_nccl(group):
-            return move(out, x, receives, sends, group=group, async_op=async_op)
-        copy, sent = on_host(out), on_host(x)
-        work = move(copy, sent, receives, sends, group=group, async_op=True)
-        return Landing(work, [(out, copy)], sent)
+            return move(output, input, *sizes, group=group, async_op=async_op)
+        copy, sent = on_host(output), on_host(input)
+        work = move(copy, sent, *sizes, group=group, async_op=True)
+        landing = Landing(work, [(output, copy)], sent)
+        return landing if async_op else landing.wait()
 
     def batch(messages: list[Any]) -> list[Any]:
         move = original["batch_isend_irecv"]
