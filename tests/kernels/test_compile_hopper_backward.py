@@ -221,9 +221,9 @@ def test_covering_set(values: cases.Values) -> None:
     held_to_everything(values)
 
 
-def test_fewer_columns_than_tiles_have() -> None:
-    for same in (False, True):
-        held_to_everything(EVERYDAY | {"made": (96, same)})
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_fewer_columns_than_tiles_have(deterministic: bool) -> None:
+    held_to_everything(EVERYDAY | {"made": (96, deterministic)})
 
 
 TILES = (
